@@ -22,6 +22,7 @@ setup(
         "fsspec",
         "xxhash",
         "numpy",
+        "pydantic>=2",
         "pyyaml",
         "rich",
         "psutil",  # Megatron-Core's checkpoint writer needs it and does not declare it

@@ -1,0 +1,141 @@
+"""What a run is: one YAML file, mapped one to one onto these dataclasses.
+
+Both distributed jobs and every `megatron-kd` command read the same file; `config_io.py` loads it.
+The comment beside a field is its documentation: `--help` prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import ConfigDict
+
+_T = TypeVar("_T")
+
+
+def _section(cls: type[_T]) -> type[_T]:
+    """A frozen, keyword-only dataclass that rejects unknown keys when it is loaded."""
+    cls.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    return dataclass(kw_only=True, frozen=True)(cls)
+
+
+@_section
+class TeacherConfig:
+    model: str  # Hugging Face folder or name, a .gguf file, or package:NAME for weights inside an installed package
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the device computes in it
+    micro_batch: int = 4  # samples in one forward; never crosses a block, so it is part of the cache's identity
+    chunk_tokens: int = 512  # positions whose logits exist at a time
+
+
+@_section
+class DataConfig:
+    source: str  # a text file, a folder of them, a .jsonl file, or python-docs (Python's own language reference)
+    field: str = "text"  # the field that holds the text, for JSONL
+    sequence_length: int = 512  # positions in a packed sample
+    held_out: float = 0.1  # fraction of the documents, from the end, never trained on
+    samples_dir: str = ""  # where the packed samples lie; empty: <run_dir>/samples
+    max_samples: int | None = None  # train on at most so many samples; null: all
+
+
+@_section
+class CacheConfig:
+    url: str = ""  # a path or any fsspec URL; empty: <run_dir>/teacher.zarr
+    split: Literal["train", "held_out"] = "train"  # which samples the teacher reads
+    k: int = 100  # teacher entries a position
+    block: int = 64  # samples written, committed and resumed as one
+    temperatures: tuple[float, ...] = (1.0,)  # softmax temperatures the cache can serve; 1 comes first
+    encoding: str = "lossless"  # lossless, or a preset that trades fidelity for bytes (see docs)
+
+
+@_section
+class StudentConfig:
+    init: str = ""  # Hugging Face folder to start from; empty: the teacher
+    keep_layers: tuple[int, ...] | None = None  # layers of `init` to keep, in this order; null: all
+    recompute: bool = False  # recompute activations in backward
+
+
+@_section
+class LossConfig:
+    kind: Literal["ghost", "truncated", "renormalized"] = "ghost"  # what happens to the teacher's mass off the entries
+    k: int | None = None  # use only the k most probable entries of the cache; null: all it holds
+    temperature: float = 1.0  # softens teacher and student; the cache must store it
+    scale_by_temperature_squared: bool = True  # keeps the gradient's size independent of the temperature
+    kd_weight: float = 1.0  # weight of the distillation term
+    ce_weight: float = 0.0  # weight of cross-entropy on the text itself
+    chunk_tokens: int | None = None  # positions whose logits exist at a time; null: chosen from a workspace budget
+    backward: Literal["recompute", "in_forward"] = "recompute"  # in_forward: three head GEMMs instead of four
+
+
+@_section
+class ParallelConfig:
+    tensor: int = 1  # tensor-parallel ranks
+    pipeline: int = 1  # pipeline stages
+    context: int = 1  # context-parallel ranks
+    expert: int = 1  # expert-parallel ranks
+    virtual_pipeline: int | None = None  # model chunks a pipeline stage; null: no interleaving
+    sequence_parallel: bool = False  # shard activations between the tensor-parallel ranks over the sequence
+
+
+@_section
+class OptimizerConfig:
+    lr: float = 2.0e-5  # peak learning rate
+    min_lr: float = 0.0  # learning rate at the last step
+    warmup_steps: int = 0  # linear warm-up
+    decay: Literal["cosine", "linear", "constant"] = "cosine"  # from lr to min_lr over the run
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1.0e-8
+    clip_grad: float = 1.0  # largest gradient norm; 0: no clipping
+    distributed: Literal["auto", "yes", "no"] = "auto"  # auto: where Transformer Engine or apex is installed
+
+
+@_section
+class TrainConfig:
+    steps: int = 100
+    global_batch: int = 32  # samples a step, over all ranks
+    micro_batch: int = 1  # samples in one forward of one rank
+    precision: Literal["bf16", "fp32"] = "bf16"  # parameters and activations; gradients are summed in fp32 in both
+    log_interval: int = 1  # steps
+    checkpoint_interval: int = 0  # steps; 0: only at the end
+    checkpoint_dir: str = ""  # empty: <run_dir>/checkpoints
+    stop_after: int | None = None  # leave after this step with a checkpoint, as a scheduler's time limit would
+
+
+@_section
+class EvaluateConfig:
+    samples: int | None = None  # held-out samples to evaluate on; null: all
+    micro_batch: int = 4  # samples in one forward
+
+
+@_section
+class RunConfig:
+    run_dir: str  # everything the run writes, unless a field below says otherwise
+    seed: int = 1234  # order of the samples
+    teacher: TeacherConfig
+    data: DataConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    student: StudentConfig = field(default_factory=StudentConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+    @property
+    def samples_dir(self) -> Path:
+        return Path(self.data.samples_dir or Path(self.run_dir) / "samples")
+
+    @property
+    def cache_url(self) -> str:
+        return self.cache.url or str(Path(self.run_dir) / "teacher.zarr")
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return Path(self.train.checkpoint_dir or Path(self.run_dir) / "checkpoints")
+
+    @property
+    def student_init(self) -> str:
+        return self.student.init or self.teacher.model
