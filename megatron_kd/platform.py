@@ -11,6 +11,7 @@ Collectives: none but the process group's own set-up.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import resource
 import sys
@@ -41,6 +42,16 @@ def compute_dtype(name: str) -> torch.dtype:
         native = _CUDA or torch.cpu._is_avx512_bf16_supported() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
         return torch.bfloat16 if native else torch.float32
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine's layers and optimizer can be used."""
+    return _CUDA and importlib.util.find_spec("transformer_engine") is not None
+
+
+def has_accumulating_gemm() -> bool:
+    """Whether NVIDIA apex's GEMM that adds into an fp32 gradient buffer is there."""
+    return _CUDA and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
 def init_distributed(timeout_seconds: float = 600.0) -> tuple[int, int]:
