@@ -35,7 +35,7 @@ setup(
         "demo": ["transformers>=5.0", "safetensors", "accelerate", "gguf"],
         "gpu": ["transformer-engine[pytorch]", "triton"],
         "plot": ["matplotlib"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "triton"],
     },
     entry_points={"console_scripts": ["megatron-kd = megatron_kd.cli:main"]},
 )

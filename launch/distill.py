@@ -1,0 +1,21 @@
+"""Trains a student on a teacher's cache.
+
+    torchrun --nproc-per-node 2 launch/distill.py --config configs/quickstart.yaml [--section.key value …]
+
+Run it again after a stop, of whatever kind: it goes on from the newest checkpoint. `--help` lists every field.
+The folder of the last checkpoint is printed on stdout.
+"""
+
+from megatron_kd.config_io import config_from_command_line
+
+if __name__ == "__main__":
+    config = config_from_command_line(__doc__)  # before the heavy imports: a typo is answered at once
+
+    from megatron_kd.cache import CacheError
+    from megatron_kd.entry import job
+    from megatron_kd.train.run import TrainingError, distill
+
+    with job(CacheError, TrainingError):
+        checkpoint = distill(config)
+        if checkpoint is not None:
+            print(checkpoint)

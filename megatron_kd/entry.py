@@ -1,0 +1,49 @@
+"""How a command or a distributed job ends: one clear message, an exit code that means something, and promptly.
+
+Exit codes: 0 done, 1 failed, 2 bad command line or configuration, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_kd import platform
+
+_OTHER_RANKS_WAIT_SECONDS = 1.0
+
+
+@contextmanager
+def job(*expected: type[Exception]) -> Iterator[None]:
+    """Runs a job; turns what goes wrong into a message and an exit code.
+
+    `expected` exceptions (and bad values, missing files) are the user's to mend: their message is shown. Anything else
+    is ours and shows its traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        _leave(130, "interrupted")
+    except (ValueError, OSError, *expected) as error:
+        _leave(1, f"error: {error}")
+    except Exception:
+        _leave(1, traceback.format_exc())
+    else:
+        platform.shutdown()
+
+
+def _leave(code: int, message: str) -> None:
+    """Leaves at once: peers may be waiting in a collective that this process will never enter."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if int(os.environ.get("RANK", "0")) != 0:
+        # What every rank meets is said by rank 0 alone; what only this rank met is said a moment later.
+        time.sleep(_OTHER_RANKS_WAIT_SECONDS)
+        message = f"[rank {os.environ['RANK']}] {message}"
+    sys.stdout.flush()
+    print(message, file=sys.stderr, flush=True)
+    os._exit(code)

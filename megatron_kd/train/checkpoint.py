@@ -1,0 +1,80 @@
+"""Checkpoints of a run, through Megatron-Core's `dist_checkpointing`.
+
+    <folder>/step_00000040/     sharded weights, optimizer, learning-rate schedule; any later layout can load it
+
+A checkpoint is written beside its final name and renamed when it is complete, so that whatever carries the name
+`step_…` can be resumed from. Collectives: those of `dist_checkpointing`, and a barrier before and after the rename.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from torch.nn import Module
+
+_DISTRIBUTED = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def latest_checkpoint(folder: Path) -> tuple[int, Path] | None:
+    """The newest complete checkpoint: (steps done, its folder)."""
+    found = [(int(path.name.removeprefix("step_")), path) for path in folder.glob("step_*") if not path.suffix]
+    return max(found, default=None)
+
+
+def save_checkpoint(folder: Path, step: int, chunks: list[Module], optimizer: Any, scheduler: Any) -> Path:
+    """Writes `step_<step>` under `folder`; collective."""
+    final = folder / f"step_{step:08d}"
+    partial = final.with_suffix(".partial")
+    on_first_rank = torch.distributed.get_rank() == 0
+    if on_first_rank:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    torch.distributed.barrier()
+    state = _sharded_state(chunks, optimizer, scheduler, is_loading=False)
+    dist_checkpointing.save({**state, "step": step}, str(partial))
+    torch.distributed.barrier()
+    if on_first_rank:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+    torch.distributed.barrier()
+    return final
+
+
+def load_checkpoint(folder: Path, chunks: list[Module], optimizer: Any = None, scheduler: Any = None) -> int:
+    """Fills model, and optimizer and schedule if given, from a checkpoint; returns the steps done. Collective."""
+    state = _sharded_state(chunks, optimizer, scheduler, is_loading=True)
+    loaded = dist_checkpointing.load({**state, "step": 0}, str(folder), strict=_IGNORE_UNREQUESTED)
+    for name, chunk in _named(chunks):
+        chunk.load_state_dict(loaded[name])
+    if optimizer is not None:
+        optimizer.load_state_dict(loaded["optimizer"])
+    if scheduler is not None:
+        scheduler.load_state_dict(loaded["scheduler"])
+    return int(loaded["step"])
+
+
+_IGNORE_UNREQUESTED = dist_checkpointing.validation.StrictHandling.ASSUME_OK_UNEXPECTED
+
+
+def _sharded_state(chunks: list[Module], optimizer: Any, scheduler: Any, *, is_loading: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {name: chunk.sharded_state_dict() for name, chunk in _named(chunks)}
+    if optimizer is not None:
+        weights = state if len(chunks) > 1 else state["model"]
+        state["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_DISTRIBUTED)
+    if scheduler is not None:
+        state["scheduler"] = scheduler.state_dict()
+    return state
+
+
+def _named(chunks: list[Module]) -> list[tuple[str, Module]]:
+    """Megatron's own names: `model`, or `model0`, `model1`, … under interleaving."""
+    unwrapped = []
+    for chunk in chunks:
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        unwrapped.append(chunk)
+    return [("model" if len(chunks) == 1 else f"model{index}", chunk) for index, chunk in enumerate(unwrapped)]

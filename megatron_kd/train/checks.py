@@ -1,0 +1,81 @@
+"""What is compared before a step is trained: the cache with the configuration and the student, targets with labels.
+
+A wrong cache does not crash, it ruins. So: the manifest is compared field by field, and on the first batch each label
+that is among the teacher's entries must have there the very log-probability that was stored for the label itself; a
+shift by one position, other text or another teacher breaks that equality almost everywhere.
+"""
+
+from __future__ import annotations
+
+from megatron_kd.cache import Manifest
+from megatron_kd.config import RunConfig
+from megatron_kd.data.tokenizer import load_tokenizer, tokenizer_hash
+from megatron_kd.loss import validate
+from megatron_kd.student.hf_weights import HfWeights
+from megatron_kd.train.step import Batch
+
+# Entries and label are rounded to float16 and float32 on the way to the cache: at log-probabilities of −16 to −32
+# neighbouring float16 values lie 1/64 apart.
+_ROUNDING = 1.0 / 64
+
+
+def check_cache(manifest: Manifest, config: RunConfig, weights: HfWeights) -> None:
+    """Compares the cache with the configuration and the student's vocabulary.
+
+    Raises:
+        ValueError: the first disagreement, with both values.
+    """
+    loss, url = config.loss, config.cache_url
+    tokenizer = tokenizer_hash(load_tokenizer(weights.folder))
+    if manifest.tokenizer_hash != tokenizer:
+        raise ValueError(
+            f"{url} was made with tokenizer {manifest.tokenizer_hash[:12]}…, the student {weights.folder} has "
+            f"{tokenizer[:12]}…: cache the teacher again with this tokenizer, or use a student that shares it"
+        )
+    if manifest.vocab_size > weights.config.vocab_size:
+        raise ValueError(
+            f"{url} holds a vocabulary of {manifest.vocab_size}, the student {weights.folder} one of "
+            f"{weights.config.vocab_size}: use a student with the teacher's vocabulary"
+        )
+    if manifest.seq_length != config.data.sequence_length:
+        raise ValueError(
+            f"{url} holds samples of {manifest.seq_length} positions; data.sequence_length asks for "
+            f"{config.data.sequence_length}"
+        )
+    if loss.k is not None and not 1 <= loss.k <= manifest.k:
+        raise ValueError(f"loss.k = {loss.k}; {url} holds {manifest.k} entries a position")
+    if loss.temperature not in manifest.temperatures:
+        raise ValueError(
+            f"loss.temperature = {loss.temperature:g}; {url} serves {', '.join(f'{t:g}' for t in manifest.temperatures)}: "
+            "cache the teacher again with cache.temperatures"
+        )
+    if manifest.entries == "sampled" and loss.kind != "renormalized":
+        raise ValueError(f"loss.kind = {loss.kind!r}; {url} holds sampled entries, which need 'renormalized'")
+
+
+def check_first_batch(batch: Batch, config: RunConfig, vocab_size: int) -> None:
+    """Looks at the values of the first micro-batch, which costs a device synchronisation and is done once.
+
+    Raises:
+        ValueError: ids out of range, or targets that do not belong to the labels, with the numbers.
+    """
+    teacher = batch.teacher
+    validate(teacher, vocab_size=vocab_size, labels=batch.labels, loss_mask=batch.loss_mask)
+    if config.loss.temperature != 1.0:  # the label's is stored at temperature 1 only
+        return
+    holds_label = (teacher.ids == batch.labels[..., None]) & (batch.loss_mask[..., None] != 0)
+    entry = teacher.logprobs.masked_fill(~holds_label, 0).sum(-1)
+    found = holds_label.any(-1)
+    if not bool(found.any()):
+        raise ValueError(
+            f"none of {found.numel()} labels of samples {batch.samples} is among the teacher's {teacher.ids.shape[-1]} "
+            f"entries: the targets in {config.cache_url} do not belong to this text"
+        )
+    difference = (entry - batch.label_logprob).abs()[found]
+    wrong = difference > _ROUNDING
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{int(wrong.sum())} of {int(found.sum())} labels of samples {batch.samples} have another log-probability "
+            f"among the teacher's entries than was stored for them (largest difference {float(difference.max()):.3f}): "
+            f"the targets in {config.cache_url} are shifted, or belong to other text or another teacher"
+        )

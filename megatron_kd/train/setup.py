@@ -1,0 +1,111 @@
+"""From a run's configuration to something that can take a step: model, plugin, DDP, optimizer, schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch.nn import Module
+
+from megatron_kd import platform
+from megatron_kd.cache import Manifest
+from megatron_kd.config import RunConfig
+from megatron_kd.plugin import KDHandle, attach
+from megatron_kd.student.architecture import architecture, transformer_config
+from megatron_kd.student.convert import load_from_hf
+from megatron_kd.student.hf_weights import HfWeights
+from megatron_kd.student.model import build_model
+
+
+@dataclass(frozen=True)
+class Student:
+    """A model ready to train, on this rank."""
+
+    chunks: list[Module]  # wrapped
+    handle: KDHandle
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+    config: TransformerConfig
+    vocab_size: int  # true vocabulary, the teacher's
+
+
+def build_student(config: RunConfig, weights: HfWeights, manifest: Manifest) -> Student:
+    """Builds, loads, attaches, wraps. The process groups exist already. Collective."""
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
+    arch = architecture(weights.config, config.parallel)
+    model_config = transformer_config(weights.config, config.parallel, dtype=dtype, recompute=config.student.recompute)
+    chunks = build_model(model_config, arch, manifest.seq_length)
+    load_from_hf(chunks, weights, weights.config, arch)
+    handle = attach(chunks, config.loss, vocab_size=manifest.vocab_size)
+    distributed = uses_distributed_optimizer(config)
+    chunks = _wrap(chunks, model_config, distributed)
+    optimizer = _optimizer(config, chunks, dtype, distributed)
+    # Megatron's schedules call back through the model's configuration.
+    model_config.finalize_model_grads_func = finalize_model_grads
+    model_config.grad_scale_func = optimizer.scale_loss
+    return Student(chunks, handle, optimizer, _scheduler(config, optimizer), model_config, manifest.vocab_size)
+
+
+def uses_distributed_optimizer(config: RunConfig) -> bool:
+    """`optimizer.distributed`, where `auto` means: if what Megatron-Core needs to resume it exactly is installed.
+
+    With torch's Adam in the place of Transformer Engine's or apex's, Megatron-Core's distributed optimizer saves
+    checkpoints from which it does not resume (0.16 and 0.19).
+    """
+    available = platform.has_transformer_engine() or platform.has_accumulating_gemm()
+    return {"auto": available, "yes": True, "no": False}[config.optimizer.distributed]
+
+
+def _wrap(chunks: list[Module], model_config: TransformerConfig, distributed: bool) -> list[Module]:
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed, check_for_nan_in_grad=False
+    )
+    if model_config.bf16:
+        chunks = [Float16Module(model_config, chunk) for chunk in chunks]
+    return [DistributedDataParallel(model_config, ddp_config, chunk) for chunk in chunks]
+
+
+def _optimizer(config: RunConfig, chunks: list[Module], dtype: torch.dtype, distributed: bool) -> Any:
+    settings = config.optimizer
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+        ),
+        chunks,
+    )
+
+
+def _scheduler(config: RunConfig, optimizer: Any) -> OptimizerParamScheduler:
+    settings = config.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(config.train.steps, settings.warmup_steps + 1),
+        lr_decay_style=settings.decay,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=config.train.steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

@@ -1,0 +1,87 @@
+"""One optimizer step: Megatron-Core's schedule over micro-batches whose targets go to the plugin.
+
+The loss function returns Megatron's triple (sum of the per-token loss, number of tokens, what to log). The model is
+configured with `calculate_per_token_loss`, so `finalize_model_grads` divides gradients by the tokens of the *global*
+batch: the step's loss is a mean over tokens. The sum is a plain `.sum()`, masks and weights are inside the loss, so
+its gradient is one scalar for all positions, which is what lets the fused loss skip a projection in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+from torch.nn import Module
+
+from megatron_kd.data.attention import DocumentAttention
+from megatron_kd.loss import TeacherTopK
+from megatron_kd.plugin import KDHandle
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on the device. b samples, S positions, K teacher entries."""
+
+    samples: tuple[int, ...]  # their numbers in the cache
+    tokens: Tensor  # [b, S] int64
+    labels: Tensor  # [b, S] int64, the next token
+    position_ids: Tensor  # [b, S] int64
+    loss_mask: Tensor  # [b, S] float32
+    teacher: TeacherTopK  # ids and logprobs [b, S, K]
+    label_logprob: Tensor  # [b, S] the teacher's log-probability of the label, at temperature 1
+    attention: DocumentAttention
+
+
+def forward_step(handle: KDHandle, batches: Iterator[Batch], model: Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """Megatron's forward step: hands the targets to the plugin and runs the model."""
+    batch = next(batches)
+    handle.set_targets(model, batch.teacher, labels=batch.labels, loss_mask=batch.loss_mask)
+    extra = {} if batch.attention.packed is None else {"packed_seq_params": batch.attention.packed}
+    output = model(batch.tokens, batch.position_ids, batch.attention.mask, labels=batch.labels, **extra)
+    return output, partial(token_sum, batch.loss_mask)
+
+
+def token_sum(loss_mask: Tensor, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Megatron's loss function over per-token losses [b, S] in which the mask is already accounted for."""
+    total = loss.sum()
+    tokens = (loss_mask != 0).sum().to(torch.int)
+    return total, tokens, {"loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
+
+
+def run_forward_backward(
+    chunks: list[Module],
+    handle: KDHandle,
+    batches: list[Iterator[Batch]],
+    *,
+    micro_batches: int,
+    shape: tuple[int, int],
+) -> Tensor:
+    """Forward and backward of one step on this rank.
+
+    Args:
+        chunks: wrapped model chunks.
+        handle: the plugin's.
+        batches: one iterator of micro-batches per chunk.
+        micro_batches: micro-batches of this rank in the step.
+        shape: (micro-batch, sequence length) of what passes between pipeline stages.
+
+    Returns:
+        float64 [2]: sum of the loss and number of tokens; zeros where the last stage is elsewhere.
+    """
+    several = len(chunks) > 1
+    logged = get_forward_backward_func()(
+        forward_step_func=partial(forward_step, handle),
+        data_iterator=batches if several else batches[0],
+        model=chunks if several else chunks[0],
+        num_microbatches=micro_batches,
+        micro_batch_size=shape[0],
+        seq_length=shape[1],
+        forward_only=False,
+    )
+    zero = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
+    return sum((record["loss"].double() for record in logged), start=zero)
