@@ -1,1 +1,1 @@
-"""Knowledge distillation inside Megatron-Core: offline top-K targets and a fused, chunked, vocabulary-parallel KL loss."""
+"""Knowledge distillation inside Megatron-Core: offline top-K targets and a fused, chunked KL loss."""

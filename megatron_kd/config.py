@@ -84,23 +84,23 @@ class OptimizerConfig:
     min_lr: float = 0.0  # learning rate at the last step
     warmup_steps: int = 0  # linear warm-up
     decay: Literal["cosine", "linear", "constant"] = "cosine"  # from lr to min_lr over the run
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1.0e-8
+    weight_decay: float = 0.1  # decoupled, as AdamW's; none on biases and norms
+    beta1: float = 0.9  # Adam's memory of the gradient
+    beta2: float = 0.999  # Adam's memory of its square
+    eps: float = 1.0e-8  # Adam's floor of the denominator
     clip_grad: float = 1.0  # largest gradient norm; 0: no clipping
     distributed: Literal["auto", "yes", "no"] = "auto"  # auto: where Transformer Engine or apex is installed
 
 
 @_section
 class TrainConfig:
-    steps: int = 100
+    steps: int = 100  # optimizer steps of the whole run
     global_batch: int = 32  # samples a step, over all ranks
     micro_batch: int = 1  # samples in one forward of one rank
     precision: Literal["bf16", "fp32"] = "bf16"  # parameters and activations; gradients are summed in fp32 in both
-    log_interval: int = 1  # steps
-    checkpoint_interval: int = 0  # steps; 0: only at the end
-    checkpoint_dir: str = ""  # empty: <run_dir>/checkpoints
+    log_interval: int = 1  # steps between two records of metrics
+    checkpoint_interval: int = 0  # steps between two checkpoints; 0: only at the end
+    checkpoint_dir: str = ""  # where checkpoints lie; empty: <run_dir>/checkpoints
     stop_after: int | None = None  # leave after this step with a checkpoint, as a scheduler's time limit would
 
 

@@ -7,12 +7,10 @@ time, so a checkpoint of any size can be opened.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
@@ -98,8 +96,3 @@ def _renumbered(name: str, kept: Sequence[int]) -> list[str]:
         return [name]
     prefix, layer, suffix = match.groups()
     return [f"{prefix}{position}{suffix}" for position, kept_layer in enumerate(kept) if kept_layer == int(layer)]
-
-
-def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """The configuration as plain JSON values, for a checkpoint's metadata."""
-    return json.loads(config.to_json_string(use_diff=False))

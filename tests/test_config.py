@@ -1,0 +1,67 @@
+"""The configuration refuses what it does not know, and says what it does."""
+
+import pytest
+
+from megatron_kd.config_io import ConfigError, config_from_command_line, describe_fields, load_config
+
+MINIMAL = "run_dir: runs/x\nteacher: {model: a}\ndata: {source: b}\n"
+
+
+@pytest.fixture()
+def file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_values_come_from_the_file_the_defaults_and_the_command_line_in_that_order(file):
+    file.write_text(MINIMAL + "optimizer: {lr: 6e-4}\ntrain: {steps: 7}\n")
+    config = load_config(file, ["--train.steps", "10", "--student.keep_layers=[0, 3]", "--seed", "5"])
+    assert config.optimizer.lr == 6e-4  # YAML 1.1 reads 6e-4 as text; the field's type decides
+    assert (config.train.steps, config.train.micro_batch) == (10, 1)
+    assert (config.student.keep_layers, config.seed) == ((0, 3), 5)
+    assert config.cache_url == "runs/x/teacher.zarr"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--train.setps", "10"], "unknown key 'train.setps'; did you mean 'steps'?"),
+        (["--trian.steps", "10"], "unknown key 'trian'; did you mean 'train'?"),
+        (["--cache.qqq", "1"], "known keys: url, split, k"),
+        (["--train.steps", "many"], "train.steps: found 'many'"),
+        (["--train.steps"], "--train.steps: a value is missing"),
+        (["--seed.deep", "1"], "--seed.deep: seed is not a section"),
+        (["steps", "3"], "found 'steps' where --section.key was expected"),
+        (["--loss.kind", "goose"], "'ghost', 'truncated' or 'renormalized'"),
+    ],
+)
+def test_what_does_not_fit_is_named(file, overrides, message):
+    file.write_text(MINIMAL + "seed: 1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    assert message in str(caught.value)
+
+
+def test_missing_sections_and_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "absent.yaml")
+    (tmp_path / "short.yaml").write_text("run_dir: x\n")
+    with pytest.raises(ConfigError, match="teacher is missing"):
+        load_config(tmp_path / "short.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(ConfigError, match="mapping of sections"):
+        load_config(tmp_path / "list.yaml")
+
+
+def test_a_bad_configuration_ends_with_exit_code_2_and_one_message(file, capsys):
+    with pytest.raises(SystemExit) as caught:
+        config_from_command_line("a job", ["--config", str(file), "--train.setps", "3"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("error:") == 1
+
+
+def test_every_field_is_documented():
+    lines = [line.split() for line in describe_fields().splitlines()[1:]]
+    undocumented = [words[0] for words in lines if len(words) < 2 or words[1].startswith("[")]
+    assert undocumented == []
