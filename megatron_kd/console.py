@@ -32,7 +32,7 @@ class Console:
         self._metrics: IO[str] | None = None
         if self.active and metrics is not None:
             Path(metrics).parent.mkdir(parents=True, exist_ok=True)
-            self._metrics = Path(metrics).open("a", encoding="utf-8")
+            self._metrics = Path(metrics).open("a", encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def stage(self, title: str) -> None:
         """A heading."""

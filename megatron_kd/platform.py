@@ -15,6 +15,7 @@ import importlib.util
 import os
 import resource
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
@@ -24,6 +25,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CUDA = torch.cuda.is_available()
+
+# Megatron-Core warns at import about every GPU library it does not find; what is used is said where it is chosen.
+warnings.filterwarnings("ignore", module=r"megatron\.core")
 
 
 def device() -> torch.device:

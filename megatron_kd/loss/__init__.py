@@ -1,0 +1,19 @@
+"""Top-K distillation losses with the output projection fused in: exact, chunked, vocabulary-parallel.
+
+`fused_linear_kl` is the loss; `reference` is its definition; `dense_kl` and `forward_chunked_kl` are the baselines it
+is compared with; `validate` checks what would cost a device synchronisation. Needs torch only.
+"""
+
+from megatron_kd.loss.fused_linear_kl import fused_linear_kl
+from megatron_kd.loss.objective import KDLoss, KDObjective, TeacherTopK
+from megatron_kd.loss.plan import choose_chunk_tokens
+from megatron_kd.loss.reference import reference
+
+__all__ = [
+    "KDLoss",
+    "KDObjective",
+    "TeacherTopK",
+    "choose_chunk_tokens",
+    "fused_linear_kl",
+    "reference",
+]

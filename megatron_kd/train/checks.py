@@ -45,8 +45,9 @@ def check_cache(manifest: Manifest, config: RunConfig, weights: HfWeights) -> No
     if loss.k is not None and not 1 <= loss.k <= manifest.k:
         raise ValueError(f"loss.k = {loss.k}; {url} holds {manifest.k} entries a position")
     if loss.temperature not in manifest.temperatures:
+        served = ", ".join(f"{temperature:g}" for temperature in manifest.temperatures)
         raise ValueError(
-            f"loss.temperature = {loss.temperature:g}; {url} serves {', '.join(f'{t:g}' for t in manifest.temperatures)}: "
+            f"loss.temperature = {loss.temperature:g}; {url} serves {served}: "
             "cache the teacher again with cache.temperatures"
         )
     if manifest.entries == "sampled" and loss.kind != "renormalized":

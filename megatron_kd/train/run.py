@@ -153,8 +153,8 @@ def _one_step(
     if not (math.isfinite(values["loss"]) and math.isfinite(values["gradient_norm"])):
         raise TrainingError(
             f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']} on rank "
-            f"{torch.distributed.get_rank()}; its samples: {list(loader.recent_samples)}. Lower optimizer.lr, or look at "
-            "these samples with `megatron-kd cache inspect`"
+            f"{torch.distributed.get_rank()}; its samples: {list(loader.recent_samples)}. Lower optimizer.lr, or look "
+            "at these samples with `megatron-kd cache inspect`"
         )
     return values, sums["stop"] > 0
 

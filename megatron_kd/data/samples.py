@@ -1,0 +1,208 @@
+"""The packed samples of a run on disk: made once, mapped by every rank.
+
+    <samples_dir>/samples.json             parameters that decide every byte, and counts
+    <samples_dir>/{train,held_out}/        tokens.npy [N, S + 1], segment.npy [N, S], loss_mask.npy [N, S]
+
+The folder is written aside and renamed, so it is whole or absent. It is never overwritten: a cache made from it
+would silently belong to other samples.
+
+Collectives: none. One process prepares; the others wait for the folder (`await_samples`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.lib.format import open_memmap
+from transformers import PreTrainedTokenizerBase
+
+from megatron_kd.config import DataConfig, RunConfig
+from megatron_kd.console import Console
+from megatron_kd.data.encoding import encode
+from megatron_kd.data.packing import PackedSamples, TokenStream, pack
+from megatron_kd.data.sources import SourceError, iterate_documents, source_hash
+from megatron_kd.data.tokenizer import tokenizer_hash, vocabulary_size
+
+Split = Literal["train", "held_out"]
+
+PACKING = "stream-1"  # the rule of packing.py; another rule gets another name
+_PACK_TOKENS = 1 << 22  # positions packed at a time
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class SplitCounts:
+    """What a split holds."""
+
+    documents: int
+    tokens: int  # of the documents, end-of-document tokens included
+    samples: int
+    learnt: int  # positions with loss_mask 1
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """One split of the packed samples, mapped from disk."""
+
+    tokens: np.ndarray  # [N, S + 1] int32
+    segment: np.ndarray  # [N, S] int32
+    loss_mask: np.ndarray  # [N, S] uint8
+    counts: SplitCounts
+    parameters: dict[str, Any]  # everything that decides these bytes
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, console: Console) -> Path:
+    """Tokenises and packs `data.source` into the run's samples folder, unless it is there already.
+
+    Returns:
+        The folder.
+
+    Raises:
+        SourceError: the text cannot be read, or there is none.
+        ValueError: the folder holds samples made otherwise; the message says what differs.
+    """
+    folder = config.samples_dir
+    parameters = sample_parameters(config.data, tokenizer)
+    if (folder / "samples.json").exists():
+        _require_same(folder, parameters)
+        console.note(f"samples are prepared already: {folder}")
+    else:
+        console.note(f"tokenising {config.data.source}")
+        _write(folder, config.data, parameters, tokenizer)
+    _show(folder, console)
+    return folder
+
+
+def await_samples(config: RunConfig) -> Path:
+    """Waits until another process has prepared the samples; a process that fails takes the waiting ones with it."""
+    while not (config.samples_dir / "samples.json").exists():
+        time.sleep(_POLL_SECONDS)
+    return config.samples_dir
+
+
+def load_samples(folder: str | Path, split: Split) -> SampleSet:
+    """Maps one split. Raises `ValueError` when the folder holds no samples."""
+    folder = Path(folder)
+    record = _read_record(folder)
+    arrays = {name: np.load(folder / split / f"{name}.npy", mmap_mode="r") for name in PackedSamples._fields}
+    return SampleSet(**arrays, counts=SplitCounts(**record["splits"][split]), parameters=record["parameters"])
+
+
+def sample_parameters(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Everything that decides the bytes of the samples, as recorded in samples.json and the cache's manifest."""
+    return {
+        "source": data.source,
+        "source_hash": source_hash(data.source),
+        "field": data.field,
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "vocab_size": vocabulary_size(tokenizer),
+        "end_of_document": tokenizer.eos_token_id,
+        "packing": PACKING,
+        "sequence_length": data.sequence_length,
+        "held_out": data.held_out,
+        "max_samples": data.max_samples,
+    }
+
+
+def split_documents(stream: TokenStream, held_out: float) -> dict[Split, TokenStream]:
+    """The last `held_out` of the documents apart from the rest.
+
+    Where the fraction is less than one document, the text itself is cut: the last `held_out` of the tokens become a
+    document of their own.
+
+    Raises:
+        ValueError: a fraction outside [0, 1).
+    """
+    if not 0 <= held_out < 1:
+        raise ValueError(f"data.held_out is {held_out}; a fraction of the documents is needed, 0 ≤ held_out < 1")
+    documents = len(stream.starts)
+    first = documents - int(documents * held_out)
+    if held_out > 0 and first == documents:
+        position = round(len(stream.tokens) * (1 - held_out))
+        stream = stream.cut(position)
+        documents, first = len(stream.starts), int(np.searchsorted(stream.starts, position))
+    return {"train": stream.documents(0, first), "held_out": stream.documents(first, documents)}
+
+
+def _write(folder: Path, data: DataConfig, parameters: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        result = Path(temporary) / "result"
+        stream = encode(iterate_documents(data.source, data.field), tokenizer, Path(temporary))
+        if len(stream.tokens) < 2:
+            raise SourceError(f"data.source {data.source}: no text in it; at least one document is needed")
+        splits = {}
+        for split, part in split_documents(stream, data.held_out).items():
+            count = part.sample_count(data.sequence_length)
+            if split == "train" and data.max_samples is not None:
+                count = min(count, data.max_samples)
+            splits[split] = dataclasses.asdict(_write_split(result / split, part, count, parameters))
+        record = {"parameters": parameters, "splits": splits}
+        (result / "samples.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        try:
+            result.rename(folder)
+        except OSError:  # another process was faster: its samples are these, or are refused
+            if not (folder / "samples.json").exists():
+                raise
+            _require_same(folder, parameters)
+
+
+def _write_split(folder: Path, stream: TokenStream, count: int, parameters: dict[str, Any]) -> SplitCounts:
+    length = parameters["sequence_length"]
+    folder.mkdir(parents=True)
+    shapes = PackedSamples((count, length + 1), (count, length), (count, length))
+    dtypes = PackedSamples(np.int32, np.int32, np.uint8)
+    arrays = [
+        open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=shape)
+        for name, dtype, shape in zip(PackedSamples._fields, dtypes, shapes)
+    ]
+    step = max(_PACK_TOKENS // length, 1)
+    learnt = 0
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        packed = pack(stream, length, first, last, padding_id=parameters["end_of_document"])
+        for array, values in zip(arrays, packed):
+            array[first:last] = values
+        learnt += int(packed.loss_mask.sum())
+    for array in arrays:
+        array.flush()
+    used = min(count * length + 1, len(stream.tokens)) if count else 0
+    documents = int(np.searchsorted(stream.starts, used))
+    return SplitCounts(documents=documents, tokens=used, samples=count, learnt=learnt)
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    file = folder / "samples.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no prepared samples; `megatron-kd prepare --config F` makes them") from None
+
+
+def _require_same(folder: Path, parameters: dict[str, Any]) -> None:
+    found = _read_record(folder)["parameters"]
+    different = [key for key in parameters if found.get(key) != parameters[key]]
+    if different:
+        listed = "; ".join(f"{key}: {found.get(key)!r} there, {parameters[key]!r} asked for" for key in different)
+        raise ValueError(
+            f"{folder} holds samples made otherwise ({listed}); "
+            "give another data.samples_dir or run_dir, or delete the folder and the caches made from it"
+        )
+
+
+def _show(folder: Path, console: Console) -> None:
+    record = _read_record(folder)
+    for split, counts in record["splits"].items():
+        explanation = f"of {record['parameters']['sequence_length']} positions, {counts['learnt']:,} of them learnt"
+        console.quantity(f"{split} documents", f"{counts['documents']:,}", f"{counts['tokens']:,} tokens")
+        console.quantity(f"{split} samples", f"{counts['samples']:,}", explanation)

@@ -1,0 +1,110 @@
+"""The `hf` engine: any transformers causal language model whose logits are its final hidden states times its head.
+
+Each rank holds a replica. Packed documents are told apart by positions that restart: given no mask and no key-value
+cache, transformers derives from them the block-diagonal mask of every kind of layer, sliding windows included.
+
+What a model really does is checked on a small input when it is loaded, not assumed from its name:
+a document packed behind another must have the hidden states it has alone, and the model's own logits must be
+hidden · weightᵀ + bias.
+
+Collectives: none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megatron_kd.teacher.engine import Head, positions_in_documents
+
+# Settings that change the logits after the projection, with the value that means "not used".
+_LOGIT_SETTINGS: dict[str, Any] = {
+    "final_logit_softcapping": None,
+    "logits_soft_cap": None,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+}
+_PROBE_LENGTHS = (24, 16)  # two documents, packed
+# Relative L2 difference that other summation orders explain; a leak between documents is far larger.
+_PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class HuggingFaceEngine:
+    """A transformers model on one device; see `TeacherEngine` for the members."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Loads the model and checks it.
+
+        Args:
+            folder: configuration and safetensors.
+            dtype: what to compute in.
+            device: where.
+
+        Raises:
+            ValueError: not a causal language model, or one whose logits or documents this engine cannot represent.
+        """
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{folder}: transformers cannot load it as a causal language model: {error}") from error
+        self._model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+        self.name = type(model).__name__
+        self._refuse_logit_settings()
+        projection = self._model.get_output_embeddings()
+        self.head = Head(projection.weight, getattr(projection, "bias", None))
+        self.dtype = dtype
+        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self.vocabulary_rows = self.head.weight.shape[0]
+        self._check()
+
+    @torch.no_grad()
+    def hidden_states(self, tokens: Tensor, segment: Tensor) -> Tensor:
+        """[b, S, D] final hidden states of tokens [b, S] with document numbers [b, S]."""
+        device = self.head.weight.device
+        output = self._model.base_model(
+            input_ids=tokens.to(device),
+            position_ids=positions_in_documents(segment.to(device)),
+            attention_mask=None,
+            use_cache=False,
+        )
+        return output.last_hidden_state
+
+    def _refuse_logit_settings(self) -> None:
+        config = self._model.config.get_text_config()
+        for setting, unused in _LOGIT_SETTINGS.items():
+            value = getattr(config, setting, unused)
+            if value not in (unused, None):
+                raise ValueError(
+                    f"teacher.model: {self.name} has {setting}={value}, which changes the logits after the "
+                    "projection; the hf engine supports heads without it"
+                )
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        rows = self.vocabulary_rows
+        tokens = (torch.arange(sum(_PROBE_LENGTHS)) * 7919 + 13).remainder(rows)[None]
+        segment = torch.repeat_interleave(torch.tensor([0, 1]), torch.tensor(_PROBE_LENGTHS))[None]
+        second = tokens[:, _PROBE_LENGTHS[0] :]
+        packed = self.hidden_states(tokens, segment)[:, _PROBE_LENGTHS[0] :]
+        alone = self.hidden_states(second, torch.zeros_like(second))
+        self._require_close(
+            packed, alone, "a document packed behind another differs from the same document alone: documents are "
+            "not isolated; a model whose attention honours position_ids is needed"
+        )  # fmt: skip
+        logits = self._model(input_ids=second.to(alone.device), use_cache=False).logits
+        projected = torch.nn.functional.linear(alone, self.head.weight, self.head.bias)
+        self._require_close(
+            projected, logits, "its logits are not hidden · weightᵀ + bias of its output embedding; "
+            "a model with a plain linear head is needed"
+        )  # fmt: skip
+
+    def _require_close(self, found: Tensor, expected: Tensor, problem: str) -> None:
+        difference = ((found - expected).float().norm() / expected.float().norm()).item()
+        tolerance = _PROBE_TOLERANCE[self.dtype]
+        if not difference <= tolerance:  # NaN too
+            raise ValueError(f"teacher.model: {self.name}: {problem} (relative difference {difference:.1e})")
