@@ -1,0 +1,185 @@
+"""Inputs of the loss tests: one description of a case, its tensors, and what dense autograd makes of them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from megatron_kd.loss import KDObjective, TeacherTopK, fused_linear_kl, reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the grid; tensors follow from it and the seed."""
+
+    kind: str = "ghost"
+    ce_weight: float = 0.0
+    temperature: float = 1.0
+    squared: bool = True
+    mask: bool = False
+    bias: bool = False
+    padding: int = 0  # columns past the true vocabulary
+    stored_tail: bool = False
+    backward: str = "recompute"
+    chunk: int = 7  # 0 stands for N, −1 for N + 1
+    batch: int = 0  # 0: hidden is [N, D]; b: [N/b, b, D]
+    dtype: torch.dtype = torch.float64
+    positions: int = 24
+    hidden: int = 6
+    vocab: int = 23
+    k: int = 5
+    seed: int = 0
+
+    @property
+    def objective(self) -> KDObjective:
+        return KDObjective(self.kind, self.temperature, self.squared, 0.9, self.ce_weight)  # type: ignore[arg-type]
+
+    @property
+    def chunk_tokens(self) -> int:
+        return {0: self.positions, -1: self.positions + 1}.get(self.chunk, self.chunk)
+
+
+@dataclass
+class Tensors:
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    teacher: TeacherTopK
+    labels: Tensor
+    loss_mask: Tensor | None
+    upstream: Tensor  # gradient of the loss, one value per position
+
+    def leaves(self) -> list[Tensor]:
+        return [x.requires_grad_() for x in (self.hidden, self.weight, self.bias) if x is not None]
+
+
+def make(case: Case) -> Tensors:
+    """Tensors of a case. Some rows lack entries, half the labels lie on the support, masked rows hold garbage."""
+    g = torch.Generator().manual_seed(case.seed)
+    n, v, kind = case.positions, case.vocab, case.dtype
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    hidden, weight = normal(n, case.hidden), normal(v + case.padding, case.hidden)
+    if case.padding:
+        weight[v:] *= 100
+    log_p = torch.log_softmax(normal(n, v) * 2 / case.temperature, -1)
+    logprobs, ids = log_p.topk(case.k, -1)
+    if case.k > 1:
+        ids[1::3, -1] = -1
+    tail = torch.log1p(-logprobs.exp().sum(1)).nan_to_num(neginf=-60.0)
+    labels = torch.randint(0, v, (n,), generator=g)
+    labels[::2] = ids[::2, 0]
+    mask = None
+    if case.mask:
+        mask = torch.rand(n, generator=g, dtype=torch.float64).mul(2).where(torch.rand(n, generator=g) > 0.3, 0)
+        dead = mask == 0
+        hidden[dead] = float("nan")
+        logprobs[dead], tail[dead], labels[dead] = float("nan"), float("inf"), -100
+        ids[dead] = 10**6
+    shape = (n,) if case.batch == 0 else (n // case.batch, case.batch)
+    upstream = normal(n)
+    return Tensors(
+        hidden=hidden.to(kind).view(*shape, -1),
+        weight=weight.to(kind),
+        bias=normal(v + case.padding).to(kind) if case.bias else None,
+        teacher=TeacherTopK(
+            ids.view(*shape, -1), logprobs.view(*shape, -1), tail.view(shape) if case.stored_tail else None
+        ),
+        labels=labels.view(shape),
+        loss_mask=None if mask is None else mask.view(shape),
+        upstream=upstream.view(shape),
+    )
+
+
+def dense(case: Case, tensors: Tensors) -> Tensor:
+    """The reference loss."""
+    return reference(
+        tensors.hidden,
+        tensors.weight,
+        tensors.teacher,
+        objective=case.objective,
+        labels=tensors.labels,
+        loss_mask=tensors.loss_mask,
+        bias=tensors.bias,
+        vocab_size=case.vocab,
+    )
+
+
+def fused(case: Case, tensors: Tensors, **changes):
+    """fused_linear_kl on the tensors of a case."""
+    arguments = {
+        "objective": case.objective,
+        "labels": tensors.labels,
+        "loss_mask": tensors.loss_mask,
+        "bias": tensors.bias,
+        "vocab_size": case.vocab,
+        "chunk_tokens": case.chunk_tokens,
+        "backward": case.backward,
+    }
+    return fused_linear_kl(tensors.hidden, tensors.weight, tensors.teacher, **(arguments | changes))
+
+
+GRID = {
+    "kind": ["ghost", "truncated", "renormalized"],
+    "ce_weight": [0.0, 0.7],
+    "temperature": [0.5, 1.0, 2.0, 4.0],
+    "squared": [True, False],
+    "mask": [False, True],
+    "bias": [False, True],
+    "padding": [0, 5],
+    "stored_tail": [False, True],
+    "backward": ["recompute", "in_forward"],
+    "chunk": [1, 7, 0, -1],
+    "batch": [0, 1, 2],
+}
+
+
+def pairwise() -> list[Case]:
+    """Few cases in which every pair of grid values occurs at least once (greedy, deterministic)."""
+    names = list(GRID)
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in GRID[a] for y in GRID[b]}
+    cases = []
+    while missing:
+        chosen: dict[str, object] = {}
+        seed = min(missing, key=repr)
+        chosen.update(seed)
+        for name in names:
+            if name not in chosen:
+                chosen[name] = max(
+                    GRID[name],
+                    key=lambda value: sum(
+                        ((a, x), (b, y)) in missing
+                        for (a, x), (b, y) in itertools.combinations(
+                            sorted({**chosen, name: value}.items(), key=lambda item: names.index(item[0])), 2
+                        )
+                    ),
+                )
+        ordered = sorted(chosen.items(), key=lambda item: names.index(item[0]))
+        missing -= set(itertools.combinations(ordered, 2))
+        cases.append(Case(**chosen))  # type: ignore[arg-type]
+    return cases
+
+
+def whole_grid() -> list[Case]:
+    """Every combination."""
+    return [Case(**dict(zip(GRID, values))) for values in itertools.product(*GRID.values())]
+
+
+def name(case: Case) -> str:
+    """Short test id: what differs from the default case."""
+    default = Case()
+    changed = [
+        f"{f.name}={getattr(case, f.name)}" for f in fields(case) if getattr(case, f.name) != getattr(default, f.name)
+    ]
+    return ",".join(changed) or "default"
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """max|Δ| over max|wanted|; NaN counts as infinite."""
+    error = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-300)
+    return float("inf") if error.isnan() else error.item()

@@ -1,0 +1,44 @@
+"""The helper that other tests rely on: results in rank order, the cause of a failure, nothing left behind."""
+
+import multiprocessing
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import RankFailed, run_ranks
+
+
+def add_ranks(rank, world_size, offset):
+    x = torch.tensor([float(rank + offset)])
+    dist.all_reduce(x)
+    return rank, x.item()
+
+
+def fail_on_one(rank, world_size):
+    if rank == 1:
+        raise ValueError("the cause")
+    dist.all_reduce(torch.zeros(1))
+
+
+def hang_on_one(rank, world_size):
+    if rank == 1:
+        time.sleep(60)
+    dist.all_reduce(torch.zeros(1))
+
+
+def test_results_come_in_rank_order():
+    assert run_ranks(add_ranks, 2, 10) == [(0, 21.0), (1, 21.0)]
+
+
+def test_first_failure_is_raised_and_nothing_is_left():
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 failed.*the cause"):
+        run_ranks(fail_on_one, 2)
+    assert not multiprocessing.active_children()
+
+
+def test_timeout_ends_all_ranks():
+    with pytest.raises(RankFailed, match="out of time"):
+        run_ranks(hang_on_one, 2, timeout=6)
+    assert not multiprocessing.active_children()
