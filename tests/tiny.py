@@ -1,0 +1,41 @@
+"""Tiny models of the Llama family, random but reproducible, and their Megatron twins."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "head_dim": 8,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+FAMILY = {
+    "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama 3, untied": LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
+    "qwen2, biases": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen3, norms": Qwen3Config(**SIZES, tie_word_embeddings=True),
+}
+
+
+def save_random_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> Path:
+    """A model with weights large enough that every part of it shows in the logits."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    return folder
