@@ -5,6 +5,7 @@ from megatron_kd.cache.chunks import DamagedChunk
 from megatron_kd.cache.encode import TARGET_NAMES, frequency_table, label_agrees
 from megatron_kd.cache.reader import CacheBatch, TeacherCache
 from megatron_kd.cache.schema import FORMAT, CacheError, Manifest, library_versions
+from megatron_kd.cache.verify import Report, verify
 from megatron_kd.cache.writer import CacheExists, CacheWriter
 
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
     "CacheWriter",
     "DamagedChunk",
     "Manifest",
+    "Report",
     "TeacherCache",
     "frequency_table",
     "label_agrees",
     "library_versions",
+    "verify",
 ]

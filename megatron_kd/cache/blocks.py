@@ -1,0 +1,143 @@
+"""Stored arrays of blocks and samples, as they lie in the store: checked, not yet turned into targets.
+
+What is checked where:
+
+    one sample      crc32c of index and chunk, commit word ≠ 0, metadata hash (at opening)
+    a whole block   all of that, and the xxh64 of the commit word over the decoded bytes
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from megatron_kd.cache.chunks import ChunkDecoder, DamagedChunk
+from megatron_kd.cache.encode import commit_word
+from megatron_kd.cache.layout import COMMIT, METADATA_KEYS, ROOT, TABLE, block_keys, check_metadata
+from megatron_kd.cache.schema import CacheError, Manifest, block_arrays
+from megatron_kd.cache.store import PARTIAL, ObjectStore
+
+Stored = dict[str, np.ndarray]
+_REPAIR = "mark it missing with `megatron-kd cache repair`, then resume the writer"
+_INDEXES_KEPT = 256  # blocks whose indexes stay in memory: 8 arrays × 16·B bytes each
+
+
+class BlockStore:
+    """The blocks of one cache. Opening it reads and checks all metadata."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        if store.read(ROOT) is None:
+            raise CacheError(f"{store.url} holds no teacher cache ({ROOT} is missing): check the path, or make one")
+        documents = {key: store.read(key) for key in METADATA_KEYS}
+        parsed = check_metadata(documents)
+        self.manifest = Manifest.from_attributes(parsed[ROOT]["attributes"])
+        self.specs = block_arrays(self.manifest)
+        self._decoders = {key.split("/")[0]: ChunkDecoder(doc) for key, doc in parsed.items() if key != ROOT}
+        self.id_by_rank = self._decoders[TABLE].chunk(documents[f"{TABLE}/c.0"] or b"")
+        self._indexes: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def commit(self, index: int) -> int:
+        """The block's commit word; 0 where it was not written. Raises where it is damaged."""
+        key = block_keys(self.manifest, index)[COMMIT]
+        data = self.store.read(key)
+        if data is None:
+            return 0
+        with self._naming(index, COMMIT):
+            return int(self._decoders[COMMIT].chunk(data)[0])
+
+    def missing(self) -> list[int]:
+        """Blocks without a readable commit word or without one of their objects, in ascending order."""
+        present = {spec.name: set(self.store.list(spec.name)) for spec in self.specs}
+        present[COMMIT] = set(self.store.list(COMMIT))
+        return [index for index in range(self.manifest.blocks) if not self._is_committed(index, present)]
+
+    def block(self, index: int) -> Stored:
+        """All arrays of a block, the commit word compared."""
+        word = self._require_commit(index)
+        rows = self.manifest.rows(index)
+        keys = block_keys(self.manifest, index)
+        stored: Stored = {}
+        for spec in self.specs:
+            data = self.store.read(keys[spec.name])
+            with self._naming(index, spec.name):
+                stored[spec.name] = self._decoders[spec.name].shard(_there(data), rows.stop - rows.start)
+        found = commit_word(index, stored, self.specs)
+        if found != word:
+            raise CacheError(
+                f"{self.store.url}: block {index} hashes to {found:#x} but its commit word is {word:#x}: {_REPAIR}"
+            )
+        return stored
+
+    def samples(self, index: int, rows: Sequence[int]) -> Stored:
+        """Some samples of a block, by their numbers within it, in the order given."""
+        indexes = self._index(index)
+        keys = block_keys(self.manifest, index)
+        ranges = [(keys[spec.name], *indexes[spec.name][row].tolist()) for spec in self.specs for row in rows]
+        found = iter(self.store.read_ranges(ranges))
+        stored: Stored = {}
+        for spec in self.specs:
+            with self._naming(index, spec.name):
+                chunks = [self._decoders[spec.name].chunk(_there(next(found))) for _ in rows]
+            stored[spec.name] = np.concatenate(chunks)
+        return stored
+
+    def leftovers(self) -> list[str]:
+        """Keys of files that a killed writer left incomplete."""
+        folders = [*self._decoders, ""]
+        names = [f"{folder}/{name}".lstrip("/") for folder in folders for name in self.store.list(folder)]
+        return sorted(name for name in names if name.endswith(PARTIAL))
+
+    def _is_committed(self, index: int, present: dict[str, set[str]]) -> bool:
+        keys = block_keys(self.manifest, index)
+        if any(key.split("/")[1] not in present[name] for name, key in keys.items()):
+            return False
+        try:
+            return self.commit(index) != 0
+        except CacheError:
+            return False
+
+    def _require_commit(self, index: int) -> int:
+        word = self.commit(index)
+        if word == 0:
+            raise CacheError(
+                f"{self.store.url}: block {index} was never committed (array {COMMIT}): resume the writer to fill it"
+            )
+        return word
+
+    def _index(self, index: int) -> dict[str, np.ndarray]:
+        """Where the samples of a committed block lie in its objects; kept for the blocks used last."""
+        with self._lock:
+            found = self._indexes.pop(index, None)
+        if found is None:
+            self._require_commit(index)
+            keys, rows = block_keys(self.manifest, index), self.manifest.rows(index)
+            heads = self.store.read_ranges([(keys[s.name], 0, self._decoders[s.name].index_bytes) for s in self.specs])
+            found = {}
+            for spec, head in zip(self.specs, heads):
+                with self._naming(index, spec.name):
+                    found[spec.name] = self._decoders[spec.name].index(_there(head), rows.stop - rows.start)
+        with self._lock:
+            self._indexes[index] = found
+            if len(self._indexes) > _INDEXES_KEPT:
+                self._indexes.popitem(last=False)
+        return found
+
+    @contextmanager
+    def _naming(self, index: int, array: str) -> Iterator[None]:
+        """Name block and array in whatever decoding finds."""
+        try:
+            yield
+        except DamagedChunk as error:
+            raise DamagedChunk(f"{self.store.url}: block {index}, array {array}: {error}; {_REPAIR}") from error
+
+
+def _there(data: bytes | None) -> bytes:
+    if data is None:
+        raise DamagedChunk("its object is missing")
+    return data

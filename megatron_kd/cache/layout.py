@@ -1,0 +1,156 @@
+"""The objects of a cache as bytes: its metadata, and one block.
+
+zarr makes every byte, in memory; what reaches the store is a list of finished objects. So each is written once, whole,
+in an order that this package chooses: metadata before the group's own `zarr.json`, arrays before their commit word.
+
+    zarr.json                       the group: manifest, hash of id_by_rank, hash of all metadata. Written last
+    <array>/zarr.json               one each
+    id_by_rank/c.0                  the frequency table
+    <array>/c.<block>[.0[.0]]       one shard, a whole block
+    commit/c.<block>                the block's commit word
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.codecs.sharding import ShardingCodecIndexLocation
+from zarr.core.array import ShardsConfigParam
+from zarr.storage import MemoryStore
+
+from megatron_kd.cache.codecs import codec_options
+from megatron_kd.cache.schema import BLOCK_ARRAYS, FORMAT, CacheError, Manifest, block_arrays
+
+ROOT = "zarr.json"
+COMMIT, TABLE = "commit", "id_by_rank"
+# Every object that is there before the first block, the group's own last.
+METADATA_KEYS = (*(f"{name}/{ROOT}" for name in (*BLOCK_ARRAYS, COMMIT, TABLE)), f"{TABLE}/c.0", ROOT)
+_DEFAULT_PIPELINE = {"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}
+_TABLE_HASH, _METADATA_HASH = "id_by_rank_sha256", "metadata_sha256"
+
+
+class BlockEncoder:
+    """Turns the stored arrays of a block into objects; `metadata` holds the objects that every cache begins with."""
+
+    def __init__(self, manifest: Manifest, id_by_rank: np.ndarray) -> None:
+        self.manifest = manifest
+        self.specs = block_arrays(manifest)
+        self._objects: dict[str, Any] = {}
+        # Writing must not depend on the reading pipeline that the user may have chosen.
+        with zarr.config.set(_DEFAULT_PIPELINE):
+            self._arrays = _create_arrays(self._objects, manifest, id_by_rank)
+        self.metadata = {key: self._objects[key].to_bytes() for key in METADATA_KEYS}
+
+    def encode(self, index: int, stored: Mapping[str, np.ndarray], commit_word: int) -> dict[str, bytes]:
+        """Key → bytes of one block, the commit word last."""
+        for spec in self.specs:
+            self._arrays[spec.name][self.manifest.rows(index)] = stored[spec.name]
+        self._arrays[COMMIT][index] = commit_word
+        return {key: self._objects.pop(key).to_bytes() for key in block_keys(self.manifest, index).values()}
+
+
+def block_keys(manifest: Manifest, index: int) -> dict[str, str]:
+    """Array → key of the object that holds its part of block `index`; the commit word last."""
+    keys = {spec.name: f"{spec.name}/c.{index}" + ".0" * len(spec.shape) for spec in block_arrays(manifest)}
+    return keys | {COMMIT: f"{COMMIT}/c.{index}"}
+
+
+def check_metadata(documents: Mapping[str, bytes | None]) -> dict[str, dict[str, Any]]:
+    """Check the metadata objects of a cache against the hashes in the group's attributes.
+
+    Args:
+        documents: key → bytes of METADATA_KEYS; None where the object is missing.
+
+    Returns:
+        key → parsed zarr.json.
+    """
+    check_format(documents[ROOT] or b"")
+    for key, data in documents.items():
+        if data is None:
+            raise CacheError(f"{key} is missing: the cache's metadata is damaged; restore it from a copy")
+    parsed = {key: _parse(key, data) for key, data in documents.items() if key.endswith(ROOT) and data is not None}
+    attributes = parsed[ROOT]["attributes"]
+    computed = metadata_hash(parsed)
+    if attributes.get(_METADATA_HASH) != computed:
+        raise CacheError(
+            f"the zarr.json files hash to {computed} but the group records {attributes.get(_METADATA_HASH)}: "
+            "one of them was altered; restore them from a copy"
+        )
+    if attributes.get(_TABLE_HASH) != hashlib.sha256(documents[f"{TABLE}/c.0"] or b"").hexdigest():
+        raise CacheError(f"{TABLE}/c.0 is not the table the cache was made with: restore it from a copy")
+    return parsed
+
+
+def check_format(root: bytes) -> None:
+    """Raise where the group's zarr.json is not one of this format; its other contents are not looked at."""
+    found = _parse(ROOT, root)["attributes"].get("format")
+    if found != FORMAT:
+        raise CacheError(
+            f"the cache has format {found!r} but this version reads format {FORMAT}: "
+            "use a matching version, or check that the URL points at a teacher cache"
+        )
+
+
+def metadata_hash(parsed: Mapping[str, Any]) -> str:
+    """sha256 of the canonical JSON of every zarr.json, the hash itself taken out."""
+    root = dict(parsed[ROOT])
+    root["attributes"] = {name: value for name, value in root["attributes"].items() if name != _METADATA_HASH}
+    text = json.dumps({**parsed, ROOT: root}, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _create_arrays(store_dict: dict[str, Any], manifest: Manifest, id_by_rank: np.ndarray) -> dict[str, zarr.Array]:
+    group = zarr.create_group(MemoryStore(store_dict), zarr_format=3)
+    n, b = manifest.samples, manifest.block
+    arrays = {
+        spec.name: _create(
+            group, spec.name, (n, *spec.shape), spec.dtype, spec.fill, (1, *spec.shape), (b, *spec.shape)
+        )
+        for spec in block_arrays(manifest)
+    }
+    arrays[COMMIT] = _create(group, COMMIT, (manifest.blocks,), "<u8", 0, (1,))
+    _create(group, TABLE, id_by_rank.shape, "<i4", -1, id_by_rank.shape)[:] = id_by_rank
+    table_hash = hashlib.sha256(store_dict[f"{TABLE}/c.0"].to_bytes()).hexdigest()
+    group.update_attributes(manifest.attributes() | {_TABLE_HASH: table_hash})
+    parsed = {key: json.loads(data.to_bytes()) for key, data in store_dict.items() if key.endswith(ROOT)}
+    group.update_attributes({_METADATA_HASH: metadata_hash(parsed)})
+    return arrays
+
+
+def _create(
+    group: zarr.Group,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    fill: int | float,
+    chunk: tuple[int, ...],
+    shard: tuple[int, ...] | None = None,
+) -> zarr.Array:
+    return group.create_array(
+        name,
+        shape=shape,
+        dtype=dtype,
+        fill_value=fill,
+        chunks=chunk,
+        # The index stands first: its place is known without knowing the object's length.
+        shards=shard and ShardsConfigParam(shape=shard, index_location=ShardingCodecIndexLocation.start),
+        chunk_key_encoding={"name": "default", "separator": "."},
+        # A chunk that happens to hold nothing but the fill value is data as well.
+        config={"write_empty_chunks": True},
+        **codec_options(name, len(shape)),
+    )
+
+
+def _parse(key: str, data: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise CacheError(f"{key} is not JSON ({error}): restore it from a copy") from error
+    if not isinstance(document, dict) or (key == ROOT and not isinstance(document.get("attributes"), dict)):
+        raise CacheError(f"{key} is not the metadata of a cache: restore it from a copy")
+    return document

@@ -1,0 +1,136 @@
+"""Writing a cache: create or resume, then whole blocks in any order, from any number of processes.
+
+Rules that keep it safe without a coordinator:
+
+- One block belongs to one writer. A block is one object of every array, so two writers never touch the same object.
+- Objects are replaced atomically, the commit word after all others. A writer that dies leaves its block uncommitted.
+- The group's own zarr.json is written last: a half-created cache is no cache, and creating it again is harmless.
+- Same manifest, same table, same targets → same bytes, whoever writes and in whatever order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megatron_kd.cache.blocks import BlockStore
+from megatron_kd.cache.chunks import ChunkDecoder
+from megatron_kd.cache.encode import commit_word, encode_block, invert_table
+from megatron_kd.cache.layout import COMMIT, ROOT, BlockEncoder, block_keys
+from megatron_kd.cache.schema import CacheError, Manifest
+from megatron_kd.cache.store import Url, open_store
+
+
+class CacheExists(CacheError):
+    """There is a cache where a new one should be."""
+
+
+class CacheWriter:
+    """One writer of a cache. Make it with `create`, `resume` or `open_or_create`."""
+
+    def __init__(self, blocks: BlockStore) -> None:
+        self.manifest = blocks.manifest
+        self._blocks = blocks
+        self._rank_by_id = invert_table(blocks.id_by_rank, self.manifest.vocab_size)
+        self._encoder = BlockEncoder(self.manifest, blocks.id_by_rank)
+        _check_codecs(self._encoder)
+
+    @classmethod
+    def create(
+        cls,
+        url: Url,
+        manifest: Manifest,
+        id_by_rank: np.ndarray,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> CacheWriter:
+        """Start a new cache; raises `CacheError` where there is one already.
+
+        Args:
+            url: a folder or any fsspec URL.
+            manifest: what will be in it.
+            id_by_rank: int32 [V], the frequency table (`frequency_table`). It is part of the cache's bytes, so it must
+                follow from the data (the first block, say), not from which process came first.
+            storage_options: passed to fsspec.
+        """
+        store = open_store(url, storage_options)
+        if store.read(ROOT) is not None:
+            raise CacheExists(f"{url} already holds a cache: resume it, or choose another place")
+        invert_table(id_by_rank, manifest.vocab_size)
+        for key, data in BlockEncoder(manifest, id_by_rank).metadata.items():
+            store.write(key, data)
+        return cls.resume(url, manifest, storage_options)
+
+    @classmethod
+    def resume(cls, url: Url, manifest: Manifest, storage_options: Mapping[str, Any] | None = None) -> CacheWriter:
+        """Go on with a cache; raises `CacheError` where its manifest differs, naming the first field that does."""
+        blocks = BlockStore(open_store(url, storage_options))
+        difference = manifest.difference(blocks.manifest)
+        if difference:
+            raise CacheError(
+                f"{url} holds a cache of other targets ({difference}): "
+                "go on with the same settings, or choose another place"
+            )
+        return cls(blocks)
+
+    @classmethod
+    def open_or_create(
+        cls,
+        url: Url,
+        manifest: Manifest,
+        id_by_rank: np.ndarray,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> CacheWriter:
+        """Resume where there is a cache, else create it. Any number of processes may do so at once.
+
+        Those that find nothing write the same bytes, and the group's zarr.json, whose presence makes the cache
+        exist, comes last; only `created` may differ between them.
+        """
+        if open_store(url, storage_options).read(ROOT) is None:
+            with contextlib.suppress(CacheExists):  # another process was faster
+                return cls.create(url, manifest, id_by_rank, storage_options)
+        return cls.resume(url, manifest, storage_options)
+
+    def missing_blocks(self) -> list[int]:
+        """Blocks without a commit word, or without one of their objects, in ascending order."""
+        return self._blocks.missing()
+
+    def write_block(self, index: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write block `index` whole: its arrays, then its commit word.
+
+        Args:
+            index: which block; only one process may write it.
+            arrays: `encode_block` says which. Numbers that no teacher gives raise `ValueError`, with nothing written.
+        """
+        stored = encode_block(self.manifest, self._rank_by_id, index, arrays)
+        word = commit_word(index, stored, self._encoder.specs)
+        encoded = self._encoder.encode(index, stored, word)
+        keys = block_keys(self.manifest, index)
+        # A block that is written again must not look committed while its objects are replaced.
+        self._blocks.store.delete(keys[COMMIT])
+        for key in keys.values():
+            self._blocks.store.write(key, encoded[key])
+
+
+def _check_codecs(encoder: BlockEncoder) -> None:
+    """Encode one sample of random bits and decode it again; raises where a codec changes a bit.
+
+    Some codecs corrupt silently with some dtypes and versions: this finds it before the teacher has run.
+    """
+    probe = BlockEncoder(encoder.manifest.with_samples(1, 1), np.arange(encoder.manifest.vocab_size, dtype=np.int32))
+    rng = np.random.default_rng(0)
+    stored = {
+        spec.name: np.frombuffer(rng.bytes(np.zeros((1, *spec.shape), spec.dtype).nbytes), spec.dtype).reshape(
+            1, *spec.shape
+        )
+        for spec in probe.specs
+    }
+    encoded = probe.encode(0, stored, 1)
+    keys = block_keys(probe.manifest, 0)
+    for name, array in stored.items():
+        decoder = ChunkDecoder(json.loads(probe.metadata[f"{name}/{ROOT}"]))
+        if decoder.shard(encoded[keys[name]], 1).tobytes() != array.tobytes():
+            raise CacheError(f"array {name} does not survive its codecs with the installed zarr: change its version")
