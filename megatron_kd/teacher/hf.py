@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_kd.teacher.engine import Head, positions_in_documents
+from megatron_kd.teacher.weights import no_progress_bars
 
 # Settings that change the logits after the projection, with the value that means "not used".
 _LOGIT_SETTINGS: dict[str, Any] = {
@@ -34,7 +35,7 @@ _PROBE_LENGTHS = (24, 16)  # two documents, packed
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-class HuggingFaceEngine:
+class HfEngine:
     """A transformers model on one device; see `TeacherEngine` for the members."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -49,10 +50,12 @@ class HuggingFaceEngine:
             ValueError: not a causal language model, or one whose logits or documents this engine cannot represent.
         """
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+            with no_progress_bars():
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{folder}: transformers cannot load it as a causal language model: {error}") from error
         self._model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+        self._folder = folder
         self.name = type(model).__name__
         self._refuse_logit_settings()
         projection = self._model.get_output_embeddings()
@@ -80,7 +83,7 @@ class HuggingFaceEngine:
             value = getattr(config, setting, unused)
             if value not in (unused, None):
                 raise ValueError(
-                    f"teacher.model: {self.name} has {setting}={value}, which changes the logits after the "
+                    f"{self._folder}: {self.name} has {setting}={value}, which changes the logits after the "
                     "projection; the hf engine supports heads without it"
                 )
 
@@ -107,4 +110,4 @@ class HuggingFaceEngine:
         difference = ((found - expected).float().norm() / expected.float().norm()).item()
         tolerance = _PROBE_TOLERANCE[self.dtype]
         if not difference <= tolerance:  # NaN too
-            raise ValueError(f"teacher.model: {self.name}: {problem} (relative difference {difference:.1e})")
+            raise ValueError(f"{self._folder}: {self.name}: {problem} (relative difference {difference:.1e})")

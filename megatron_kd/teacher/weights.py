@@ -79,6 +79,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_kd"
 
 
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Loading and saving without the library's own bars, which fill a log with half-drawn lines."""
+    shown = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers.utils.logging.enable_progress_bar()
+
+
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -128,7 +140,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     weights: dict[str, Any] = {"dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # releases before it always dequantise
         weights["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    with _header_read_once(), _quiet():
+    # The dequantiser draws a bar that no setting turns off.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), no_progress_bars(), _header_read_once():
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
         model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options, **weights)
         model.save_pretrained(folder)
@@ -154,18 +167,6 @@ def _header_read_once() -> Iterator[None]:
         mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars of the library's own."""
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers.utils.logging.enable_progress_bar()
 
 
 def _file_hash(*files: Path) -> str:

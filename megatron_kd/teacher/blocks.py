@@ -1,0 +1,93 @@
+"""One block of the cache: its samples through the teacher, micro-batch by micro-batch.
+
+Shapes: n samples of the block, b of a micro-batch, S positions, K entries, T temperatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_kd.cache import Manifest
+from megatron_kd.data.samples import SampleSet
+from megatron_kd.teacher.engine import TeacherEngine
+from megatron_kd.teacher.topk import Targets, topk_targets
+
+Arrays = dict[str, NDArray[np.generic]]
+
+
+class TeacherError(RuntimeError):
+    """The teacher gives numbers that cannot be targets; the message says where."""
+
+
+@dataclass
+class BlockResult:
+    """A block under way: `arrays` are whole when `done` equals the number of its samples."""
+
+    arrays: Arrays  # as `CacheWriter.write_block` takes them
+    done: int  # samples computed
+    nll: float  # mean −log p(label) of the last micro-batch's learnt positions
+
+
+def compute_block(
+    engine: TeacherEngine, samples: SampleSet, index: int, manifest: Manifest, chunk_tokens: int
+) -> Iterator[BlockResult]:
+    """Computes block `index`, and says so after each micro-batch.
+
+    Args:
+        engine: the teacher.
+        samples: its input.
+        index: the block.
+        manifest: which samples a block holds, entries, temperatures, vocabulary, micro-batch.
+        chunk_tokens: positions whose logits exist at a time.
+
+    Raises:
+        TeacherError: logits that are not finite; names sample and position.
+    """
+    rows = manifest.rows(index)
+    arrays: Arrays = {
+        "tokens": samples.tokens[rows],
+        "loss_mask": samples.loss_mask[rows],
+        "segment": samples.segment[rows],
+    }
+    parts: list[Targets] = []
+    for first in range(rows.start, rows.stop, manifest.micro_batch):
+        batch = slice(first, min(first + manifest.micro_batch, rows.stop))
+        tokens = _tensor(samples.tokens[batch])
+        hidden = engine.hidden_states(tokens[:, :-1], _tensor(samples.segment[batch]))
+        targets = topk_targets(
+            hidden.flatten(0, 1),
+            engine.head,
+            tokens[:, 1:].flatten().to(hidden.device),
+            k=manifest.k,
+            vocab_size=manifest.vocab_size,
+            temperatures=manifest.temperatures,
+            chunk_tokens=chunk_tokens,
+        )
+        _require_finite(targets.logz, first, manifest)
+        parts.append(Targets(*(part.cpu().unflatten(0, (len(tokens), -1)) for part in targets)))
+        if batch.stop == rows.stop:
+            whole = Targets(*(torch.cat(pieces) for pieces in zip(*parts)))
+            arrays |= {name: array.numpy() for name, array in whole._asdict().items()}
+        learnt = _tensor(samples.loss_mask[batch]) != 0
+        nll = -parts[-1].label_logprob[learnt]
+        yield BlockResult(arrays, batch.stop - rows.start, nll.mean().item() if len(nll) else 0.0)
+
+
+def _tensor(array: NDArray[np.integer]) -> Tensor:
+    return torch.from_numpy(np.array(array, dtype=np.int64))
+
+
+def _require_finite(logz: Tensor, first_sample: int, manifest: Manifest) -> None:
+    bad = (~logz.isfinite()).any(dim=1).nonzero()
+    if len(bad):
+        sample, position = divmod(int(bad[0]), manifest.seq_length)
+        raise TeacherError(
+            f"the teacher's logits are not finite at sample {first_sample + sample}, position {position} "
+            f"(computing in {manifest.teacher_dtype}); try teacher.dtype float32, or check the weights"
+        )

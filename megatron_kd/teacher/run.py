@@ -1,0 +1,119 @@
+"""Filling a cache: which blocks this process computes, and how a block comes about.
+
+    prepared samples ─ blocks of B samples ─ micro-batches ─► engine ─► topk ─► arrays of the block ─► cache
+
+Missing block i belongs to rank i mod ranks. Ranks share nothing but the cache: no collective, no coordinator, no
+process group. One that fails or is stopped leaves its unfinished block missing, and the next start computes exactly
+what is missing. Micro-batches never cross blocks, so a block's bytes do not depend on who computes it, or when.
+
+Shapes: B samples of a block, S positions, K entries, T temperatures.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from megatron_kd import platform
+from megatron_kd.cache import Manifest, library_versions
+from megatron_kd.config import RunConfig
+from megatron_kd.console import Console, byte_count, duration
+from megatron_kd.data.samples import SampleSet, await_samples, load_samples, prepare
+from megatron_kd.data.tokenizer import load_tokenizer
+from megatron_kd.teacher.engine import TeacherEngine
+from megatron_kd.teacher.fill import fill, open_if_there
+from megatron_kd.teacher.weights import resolve_model, weights_hash
+
+# Measured on SmolLM2 and Python's documentation; other corpora differ by a tenth or so.
+_BYTES_AN_ENTRY, _BYTES_A_POSITION = 2.2, 10.0
+
+
+def cache_teacher(config: RunConfig) -> str:
+    """Computes this rank's share of the missing blocks.
+
+    Returns:
+        The cache's URL.
+
+    Raises:
+        ValueError: a model, text or setting that cannot be used.
+        CacheError: the URL holds a cache of other targets.
+    """
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    console = Console(rank, metrics=Path(config.run_dir) / "metrics.jsonl")
+    console.stage("Teacher")
+    folder = resolve_model(config.teacher.model, console)
+    if rank == 0:
+        samples_dir = prepare(config, load_tokenizer(folder), console)
+    else:
+        samples_dir = await_samples(config)
+    samples = load_samples(samples_dir, config.cache.split)
+    manifest = make_manifest(config, folder, samples)
+    writer = open_if_there(config.cache_url, manifest)
+    missing = list(range(manifest.blocks)) if writer is None else writer.missing_blocks()
+    _show_plan(config, manifest, missing, ranks, console)
+    mine = [block for block in missing if block % ranks == rank]
+    if mine:
+        from megatron_kd.teacher.hf import HfEngine  # seconds, which a run with nothing to do need not wait
+
+        started = time.perf_counter()
+        engine = HfEngine(folder, platform.compute_dtype(config.teacher.dtype), platform.device())
+        _show_engine(engine, time.perf_counter() - started, console)
+        chunk_tokens = config.teacher.chunk_tokens
+        fill(
+            config.cache_url, manifest, writer, mine, samples, engine, chunk_tokens=chunk_tokens, console=console,
+            ranks=ranks,
+        )  # fmt: skip
+    console.close()
+    return config.cache_url
+
+
+def make_manifest(config: RunConfig, folder: Path, samples: SampleSet) -> Manifest:
+    """Everything that decides the cache's bytes, from the configuration, the weights and the prepared samples."""
+    made = samples.parameters
+    packing = {key: made[key] for key in ("packing", "held_out", "field", "end_of_document")}
+    model = config.teacher.model
+    return Manifest(
+        teacher=Path(model).name if Path(model).exists() else model,
+        teacher_revision=weights_hash(folder),
+        teacher_dtype=str(platform.compute_dtype(config.teacher.dtype)).removeprefix("torch."),
+        tokenizer_hash=made["tokenizer_hash"],
+        vocab_size=made["vocab_size"],
+        dataset=made["source"],
+        dataset_hash=made["source_hash"],
+        packing=" ".join(f"{key}={value}" for key, value in {**packing, "split": config.cache.split}.items()),
+        samples=len(samples),
+        seq_length=made["sequence_length"],
+        k=config.cache.k,
+        block=config.cache.block,
+        temperatures=config.cache.temperatures,
+        codecs=config.cache.encoding,
+        seed=config.seed,
+        device=platform.device().type,
+        micro_batch=config.teacher.micro_batch,
+        versions={**library_versions(), "torch": torch.__version__, "transformers": transformers.__version__},
+    )
+
+
+def _show_plan(config: RunConfig, manifest: Manifest, missing: list[int], ranks: int, console: Console) -> None:
+    positions = manifest.samples * manifest.seq_length
+    size = positions * (manifest.k * _BYTES_AN_ENTRY + _BYTES_A_POSITION)
+    console.quantity("cache", config.cache_url)
+    console.quantity(
+        "samples", f"{manifest.samples:,}", f"of {manifest.seq_length} positions, split {config.cache.split}"
+    )
+    console.quantity("positions", f"{positions:,}", "samples × positions")
+    console.quantity("entries", manifest.k, f"of {manifest.vocab_size:,}; temperatures {manifest.temperatures}")
+    console.quantity("blocks", manifest.blocks, f"of {manifest.block} samples")
+    console.quantity("expected size", byte_count(size), f"about {size / max(positions, 1):.0f} bytes a position")
+    console.quantity("missing blocks", len(missing), f"on {ranks} rank(s); the others are committed")
+
+
+def _show_engine(engine: TeacherEngine, seconds: float, console: Console) -> None:
+    weight = engine.head.weight
+    console.quantity("teacher parameters", f"{engine.parameters:,}", f"loaded and checked in {duration(seconds)}")
+    console.quantity("head", f"{weight.shape[0]:,} × {weight.shape[1]:,}", f"{engine.dtype} on {weight.device}")
+    console.quantity("threads", torch.get_num_threads())
