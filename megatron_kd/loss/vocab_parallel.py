@@ -93,8 +93,9 @@ class VocabShard:
         """[n, C] of this rank → [t, n, C] of all ranks."""
         if self.size == 1:
             return Pending(local[None])
-        everyone = local.new_empty((self.size, *local.shape))
-        return Pending(everyone, dist.all_gather_into_tensor(everyone, local, group=self.group, async_op=True))
+        everyone = local.new_empty((self.size * local.shape[0], local.shape[1]))
+        work = dist.all_gather_into_tensor(everyone, local, group=self.group, async_op=True)
+        return Pending(everyone.unflatten(0, (self.size, -1)), work)
 
     def sum_(self, x: Tensor) -> Tensor:
         """Sum over ranks, in place."""

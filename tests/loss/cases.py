@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass, fields
 
 import torch
@@ -25,11 +26,12 @@ class Case:
     stored_tail: bool = False
     backward: str = "recompute"
     chunk: int = 7  # 0 stands for N, −1 for N + 1
+    layout: tuple[int, bool] = (1, False)  # tensor-parallel ranks, sequence parallelism
     batch: int = 0  # 0: hidden is [N, D]; b: [N/b, b, D]
     dtype: torch.dtype = torch.float64
     positions: int = 24
     hidden: int = 6
-    vocab: int = 23
+    vocab: int = 24
     k: int = 5
     seed: int = 0
 
@@ -124,50 +126,51 @@ def fused(case: Case, tensors: Tensors, **changes):
     return fused_linear_kl(tensors.hidden, tensors.weight, tensors.teacher, **(arguments | changes))
 
 
+# The padding of 8 leaves the last of four ranks without any true column.
 GRID = {
     "kind": ["ghost", "truncated", "renormalized"],
     "ce_weight": [0.0, 0.7],
     "temperature": [0.5, 1.0, 2.0, 4.0],
-    "squared": [True, False],
     "mask": [False, True],
     "bias": [False, True],
-    "padding": [0, 5],
-    "stored_tail": [False, True],
+    "padding": [0, 8],
     "backward": ["recompute", "in_forward"],
     "chunk": [1, 7, 0, -1],
-    "batch": [0, 1, 2],
+    "layout": [(1, False), (2, False), (2, True), (4, False), (4, True)],
 }
+# Drawn along with the grid rather than multiplied into it.
+VARIED = {"squared": [True, False], "stored_tail": [False, True], "batch": [0, 1, 2]}
 
 
 def pairwise() -> list[Case]:
-    """Few cases in which every pair of grid values occurs at least once (greedy, deterministic)."""
-    names = list(GRID)
-    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in GRID[a] for y in GRID[b]}
+    """Few cases in which every pair of values of the grid occurs (greedy and deterministic)."""
+    axes = GRID | VARIED
+    missing = {
+        frozenset({(a, x), (b, y)}) for a, b in itertools.combinations(axes, 2) for x in axes[a] for y in axes[b]
+    }
     cases = []
     while missing:
-        chosen: dict[str, object] = {}
-        seed = min(missing, key=repr)
-        chosen.update(seed)
-        for name in names:
-            if name not in chosen:
-                chosen[name] = max(
-                    GRID[name],
-                    key=lambda value: sum(
-                        ((a, x), (b, y)) in missing
-                        for (a, x), (b, y) in itertools.combinations(
-                            sorted({**chosen, name: value}.items(), key=lambda item: names.index(item[0])), 2
-                        )
-                    ),
+        chosen = dict(min(missing, key=lambda pair: sorted(map(repr, pair))))
+        for axis in axes:
+            if axis not in chosen:
+                chosen[axis] = max(
+                    axes[axis],
+                    key=lambda value: sum(frozenset({(axis, value), other}) in missing for other in chosen.items()),
                 )
-        ordered = sorted(chosen.items(), key=lambda item: names.index(item[0]))
-        missing -= set(itertools.combinations(ordered, 2))
-        cases.append(Case(**chosen))  # type: ignore[arg-type]
+        missing -= {frozenset(pair) for pair in itertools.combinations(chosen.items(), 2)}
+        cases.append(Case(**chosen))
     return cases
 
 
-def whole_grid() -> list[Case]:
-    """Every combination."""
-    return [Case(**dict(zip(GRID, values))) for values in itertools.product(*GRID.values())]
+def whole_grid(ranks: int) -> list[Case]:
+    """Every combination of the grid at one number of ranks."""
+    cases, draw = [], random.Random(0)
+    for values in itertools.product(*GRID.values()):
+        varied = {axis: draw.choice(choices) for axis, choices in VARIED.items()}
+        case = Case(**dict(zip(GRID, values)), **varied)
+        if case.layout[0] == ranks:
+            cases.append(case)
+    return cases
 
 
 def name(case: Case) -> str:
