@@ -3,8 +3,8 @@
     source                      documents
     python-docs                 one a topic of Python's own language reference, by topic name
     FILE.txt (any other text)   one
-    FOLDER                      one a text file below it, by relative path
     FILE.jsonl                  one a line: the string under `field`
+    FOLDER                      those of every file below it, by relative path
 
 Nothing is held in memory but the document being read. A source also has a fingerprint, the hash of the bytes it
 reads, so that a corpus that changed under a cache is noticed.
@@ -42,9 +42,8 @@ def iterate_documents(source: str, field: str = "text") -> Iterator[str]:
     if source == PYTHON_DOCS:
         documents = _python_docs()
     else:
-        path = Path(source)
-        read = _read_jsonl if path.suffix in (".jsonl", ".ndjson") else _read_text
-        documents = (document for file in _files(path) for document in read(file, field))
+        files = _files(Path(source))
+        documents = (document for file in files for document in _READERS.get(file.suffix, _read_text)(file, field))
     return (document for document in documents if document.strip())
 
 
@@ -104,3 +103,6 @@ def _read_jsonl(file: Path, field: str) -> Iterator[str]:
                 found = sorted(record) if isinstance(record, dict) else type(record).__name__
                 raise SourceError(f"{file}, line {number}: no text under {field!r}, found {found}; set data.field")
             yield record[field]
+
+
+_READERS = {".jsonl": _read_jsonl, ".ndjson": _read_jsonl}

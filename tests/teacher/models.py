@@ -1,0 +1,36 @@
+"""Tiny random teachers on disk, made from a configuration; nothing is downloaded."""
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.data.texts import small_tokenizer
+
+
+def llama_config(vocab_size: int, **changes) -> LlamaConfig:
+    """Grouped-query attention, tied embeddings; weights large enough that attention matters."""
+    settings = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    }
+    return LlamaConfig(**{**settings, **changes})
+
+
+def save_llama(folder: Path, **changes) -> Path:
+    """A Llama of two layers over the small tokenizer, as a Hugging Face folder."""
+    tokenizer = small_tokenizer()
+    torch.manual_seed(0)
+    LlamaForCausalLM(llama_config(len(tokenizer), **changes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
