@@ -12,10 +12,8 @@ if __name__ == "__main__":
     config = config_from_command_line(__doc__)  # before the heavy imports: a typo is answered at once
 
     from megatron_kd.cache import CacheError
-    from megatron_kd.entry import job
+    from megatron_kd.entry import job, print_result
     from megatron_kd.train.run import TrainingError, distill
 
     with job(CacheError, TrainingError):
-        checkpoint = distill(config)
-        if checkpoint is not None:
-            print(checkpoint)
+        print_result(distill(config))

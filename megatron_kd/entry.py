@@ -47,3 +47,9 @@ def _leave(code: int, message: str) -> None:
     sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
     os._exit(code)
+
+
+def print_result(result: object) -> None:
+    """A distributed job's result on stdout, once."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(result, flush=True)

@@ -28,6 +28,12 @@ _CUDA = torch.cuda.is_available()
 
 # Megatron-Core warns at import about every GPU library it does not find; what is used is said where it is chosen.
 warnings.filterwarnings("ignore", module=r"megatron\.core")
+warnings.filterwarnings("ignore", message="Please use DTensor instead")  # its checkpoints' business
+
+if not _CUDA:
+    # Megatron-Core compiles small fused functions as it is imported, which here costs seconds an import and, at the
+    # first call, a C++ compiler. This must precede its import, so it cannot wait for `init_distributed`.
+    torch.compile = lambda model=None, **options: (lambda function: function) if model is None else model
 
 
 def device() -> torch.device:

@@ -7,7 +7,7 @@ from megatron_kd.config_io import ConfigError, config_from_command_line, describ
 MINIMAL = "run_dir: runs/x\nteacher: {model: a}\ndata: {source: b}\n"
 
 
-@pytest.fixture()
+@pytest.fixture
 def file(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(MINIMAL)

@@ -20,7 +20,7 @@ from megatron_kd.console import Console
 from megatron_kd.data.samples import load_samples
 from megatron_kd.evaluate.divergence import Divergence, update
 from megatron_kd.student.hf_weights import HfWeights, save_hf
-from megatron_kd.teacher.hf import HuggingFaceEngine
+from megatron_kd.teacher.hf import HfEngine
 from megatron_kd.teacher.weights import resolve_model
 
 Evaluation = dict[str, dict[str, float]]  # by model: kl, cross_entropy, perplexity, top1_agreement
@@ -61,7 +61,7 @@ def divergences(folders: Mapping[str, Path], config: RunConfig, console: Console
     count = min(len(samples), config.evaluate.samples or len(samples))
     dtype = platform.compute_dtype(config.teacher.dtype)
     engines = {
-        name: HuggingFaceEngine(folder, dtype, platform.device()) for name, folder in folders.items()
+        name: HfEngine(folder, dtype, platform.device()) for name, folder in folders.items()
     }
     totals = {name: Divergence() for name in folders}
     console.quantity("held-out samples", count, f"{count * samples.tokens.shape[1] - count:,} positions")
@@ -84,4 +84,4 @@ def divergences(folders: Mapping[str, Path], config: RunConfig, console: Console
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).long().to(platform.device())
+    return torch.from_numpy(array.astype(np.int64)).to(platform.device())

@@ -1,0 +1,91 @@
+"""A cache that does not fit the run is found out before the first step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_kd.cache import Manifest
+from megatron_kd.config import CacheConfig, DataConfig, LossConfig, RunConfig, TeacherConfig
+from megatron_kd.data.attention import DocumentAttention
+from megatron_kd.data.tokenizer import load_tokenizer, tokenizer_hash
+from megatron_kd.loss import TeacherTopK
+from megatron_kd.student.hf_weights import HfWeights
+from megatron_kd.train.checks import check_cache, check_first_batch
+from megatron_kd.train.step import Batch
+from tests.teacher.models import save_llama
+
+CONFIG = RunConfig(
+    run_dir="run",
+    teacher=TeacherConfig(model="t"),
+    data=DataConfig(source="s"),
+    cache=CacheConfig(url="a-cache"),
+    loss=LossConfig(),
+)
+V, K, S = 50, 12, 40
+
+
+def _batch(shift=0, noise=0.0):
+    random = torch.Generator().manual_seed(0)
+    logprobs, ids = (3 * torch.randn(1, S, V, generator=random)).log_softmax(-1).topk(K)
+    # Half of the labels are among the entries, as for a decent teacher, half are not.
+    labels = torch.where(torch.arange(S) % 2 == 0, ids[..., 3], torch.randint(0, V, (1, S), generator=random))
+    own = (ids == labels[..., None]).double()
+    label_logprob = (own * logprobs).sum(-1).where(own.any(-1), torch.tensor(-9.0).double()).float()
+    teacher = TeacherTopK(ids.roll(shift, 1), (logprobs.half().float() + noise).roll(shift, 1))
+    ones = torch.ones(1, S)
+    return Batch((7,), labels, labels, labels, ones, teacher, label_logprob, DocumentAttention())
+
+
+def test_targets_that_belong_to_the_labels_pass_after_rounding():
+    check_first_batch(_batch(), CONFIG, V)
+
+
+@pytest.mark.parametrize("damage", [{"shift": 1}, {"shift": -1}, {"noise": 0.2}])
+def test_shifted_targets_and_another_teachers_are_refused_with_the_numbers(damage):
+    with pytest.raises(ValueError, match=r"\d+ of \d+ labels of samples \(7,\) .* a-cache are shifted"):
+        check_first_batch(_batch(**damage), CONFIG, V)
+
+
+def test_targets_of_other_text_altogether_are_refused():
+    batch = _batch()
+    teacher = TeacherTopK(torch.full_like(batch.teacher.ids, V - 1), batch.teacher.logprobs)
+    labels = torch.zeros_like(batch.labels)
+    foreign = Batch(**{**vars(batch), "teacher": teacher, "labels": labels})
+    with pytest.raises(ValueError, match="none of 40 labels"):
+        check_first_batch(foreign, CONFIG, V)
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory):
+    return HfWeights(save_llama(tmp_path_factory.mktemp("student")))
+
+
+def _manifest(student, **changes):
+    fitting = Manifest(
+        teacher="t", teacher_revision="r", teacher_dtype="float32",
+        tokenizer_hash=tokenizer_hash(load_tokenizer(student.folder)), vocab_size=student.config.vocab_size,
+        dataset="d", dataset_hash="h", packing="p", samples=8, seq_length=512, k=16, temperatures=(1.0, 2.0),
+    )  # fmt: skip
+    return replace(fitting, **changes)
+
+
+def test_a_fitting_cache_passes(student):
+    check_cache(_manifest(student), replace(CONFIG, loss=LossConfig(k=16, temperature=2.0)), student)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "loss", "message"),
+    [
+        ({"tokenizer_hash": "f" * 64}, {}, "made with tokenizer ffffffffffff…, the student"),
+        ({"vocab_size": 301}, {}, "holds a vocabulary of 301, the student .* one of 300"),
+        ({"seq_length": 256}, {}, "holds samples of 256 positions; data.sequence_length asks for 512"),
+        ({}, {"k": 17}, "loss.k = 17; a-cache holds 16 entries"),
+        ({}, {"k": 0}, "loss.k = 0"),
+        ({}, {"temperature": 3.0}, "loss.temperature = 3; a-cache serves 1, 2"),
+        ({"entries": "sampled", "draws": 12}, {}, "loss.kind = 'ghost'; a-cache holds sampled entries"),
+    ],
+)
+def test_each_disagreement_is_named_with_both_values(student, manifest, loss, message):
+    with pytest.raises(ValueError, match=message):
+        check_cache(_manifest(student, **manifest), replace(CONFIG, loss=LossConfig(**loss)), student)

@@ -1,0 +1,101 @@
+"""The launchers, run as a user runs them, on a tiny teacher: caching, training, stopping, resuming, exporting."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.data.texts import write_jsonl
+from tests.teacher.models import save_llama
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+run_dir: {folder}/run
+teacher: {{model: {folder}/teacher, micro_batch: 2}}
+data: {{source: {folder}/text.jsonl, sequence_length: 32, held_out: 0.2}}
+cache: {{k: 16, block: 4}}
+student: {{keep_layers: [1, 0]}}
+loss: {{ce_weight: 0.1, chunk_tokens: 20}}
+optimizer: {{lr: 1.0e-2, warmup_steps: 2}}
+train: {{steps: 6, global_batch: 4, micro_batch: 1, precision: fp32}}
+"""
+
+
+def run(*command, ranks=1, config, check=True, **overrides):
+    """One of the project's commands; `overrides` become --section.key arguments, with __ for the dot."""
+    start = [sys.executable] if ranks == 1 else ["torchrun", "--standalone", f"--nproc-per-node={ranks}"]
+    if command[0] == "megatron-kd":
+        start = []
+    arguments = [f"--{key.replace('__', '.')}={value}" for key, value in overrides.items()]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [*start, *command, "--config", str(config), *arguments],
+        cwd=ROOT, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def losses(run_dir):
+    records = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record for record in records if record["stage"] == "distill"}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A configuration whose teacher is cached already."""
+    folder = tmp_path_factory.mktemp("job")
+    save_llama(folder / "teacher")
+    write_jsonl(folder / "text.jsonl", 40)
+    (folder / "run.yaml").write_text(CONFIG.format(folder=folder))
+    run("launch/cache_teacher.py", config=folder / "run.yaml")
+    return folder / "run.yaml"
+
+
+def test_a_stopped_and_resumed_run_equals_an_undisturbed_one_whatever_the_ranks(config):
+    """fp32; another number of ranks sums gradients in another order, which six Adam steps turn into 1e-5 at most."""
+    folder = config.parent
+    undisturbed = run("launch/distill.py", ranks=2, config=config)
+    assert undisturbed.stdout.strip() == f"{folder}/run/checkpoints/step_00000006"
+    for ranks, last in ((1, 3), (2, 6)):
+        run("launch/distill.py", ranks=ranks, config=config, train__stop_after=last, run_dir=folder / "stopped",
+            cache__url=folder / "run/teacher.zarr")  # fmt: skip
+    whole, parts = losses(folder / "run"), losses(folder / "stopped")
+    assert sorted(whole) == sorted(parts) == list(range(1, 7))
+    for step, record in whole.items():
+        for name in ("loss", "kd", "ce", "tail", "support", "gradient_norm", "lr"):
+            assert parts[step][name] == pytest.approx(record[name], rel=1e-4, abs=1e-6), (step, name)
+    assert whole[6]["loss"] < whole[1]["loss"] - 0.1
+
+    again = run("launch/distill.py", config=config)
+    assert "nothing to train" in again.stderr
+
+
+def test_the_students_export_and_evaluation(config):
+    folder = config.parent
+    run("launch/distill.py", config=config)
+    assert run("megatron-kd", "export", config=config).stdout.strip() == f"{folder}/run/student_hf"
+    model = AutoModelForCausalLM.from_pretrained(folder / "run/student_hf", dtype=torch.float32)
+    assert model.config.num_hidden_layers == 2
+    table = run("megatron-kd", "evaluate", config=config).stdout
+    evaluation = json.loads((folder / "run/evaluation.json").read_text())
+    assert list(evaluation) == ["teacher", "student_before", "student_after"]
+    assert all(name in table for name in evaluation)
+    assert evaluation["teacher"]["kl"] == 0
+    assert evaluation["teacher"]["top1_agreement"] == 1
+    assert evaluation["student_after"]["kl"] < evaluation["student_before"]["kl"]
+    run("megatron-kd", "report", config=config)
+    assert (folder / "run/loss.png").stat().st_size > 1000
+
+
+def test_a_failing_rank_ends_the_job(config, tmp_path):
+    """Both ranks meet the same error; it is said once, and torchrun's exit code is not 0."""
+    done = run("launch/distill.py", ranks=2, config=config, check=False, run_dir=tmp_path, loss__k=17,
+               cache__url=config.parent / "run/teacher.zarr")  # fmt: skip
+    assert done.returncode != 0
+    assert done.stderr.count("error: ") == 1
