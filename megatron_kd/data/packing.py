@@ -1,7 +1,7 @@
 """From a stream of documents to samples of one length, every token once.
 
-All documents of a split, each closed by the end-of-document token, form one stream of T tokens. Sample i holds the S
-positions i·S … i·S + S − 1 of the stream and one token more, the last position's label:
+All documents of a split form one stream of T tokens. Sample i holds the S positions i·S … i·S + S − 1 of the stream
+and one token more, the last position's label:
 
     stream    a a a a ⏹ b b b b b ⏹ c c c ⏹          (⏹ ends a document)
     sample 0  a a a a|⏹      tokens [S + 1]: the token after | is only a label
@@ -33,14 +33,14 @@ from numpy.typing import NDArray
 class TokenStream:
     """Documents laid end to end.
 
-    tokens: [T] ids; each document ends with the end-of-document token.
+    tokens: [T] ids.
     starts: [D] where each document begins, ascending, the first at 0.
-    learnt: [T] 1 where the token is to be learnt; None: everywhere.
+    learnt: [T] 1 where the token is to be learnt.
     """
 
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
-    learnt: NDArray[np.uint8] | None = None
+    learnt: NDArray[np.uint8]
 
     def sample_count(self, sequence_length: int) -> int:
         """Samples the stream fills; its last token has no label, so it needs no position."""
@@ -50,8 +50,7 @@ class TokenStream:
         """The stream of documents `first` … `last` − 1."""
         ends = np.append(self.starts, len(self.tokens))
         begin, end = int(ends[first]), int(ends[last])
-        learnt = None if self.learnt is None else self.learnt[begin:end]
-        return TokenStream(self.tokens[begin:end], self.starts[first:last] - begin, learnt)
+        return TokenStream(self.tokens[begin:end], self.starts[first:last] - begin, self.learnt[begin:end])
 
     def cut(self, position: int) -> TokenStream:
         """The same stream, with a document beginning at `position` too."""
@@ -82,8 +81,6 @@ def pack(stream: TokenStream, sequence_length: int, first: int, last: int, paddi
     clipped = np.minimum(positions, length - 1)
     tokens = np.where(inside, stream.tokens[clipped], padding_id).astype(np.int32)
     document = np.searchsorted(np.append(stream.starts, length), positions, side="right")  # the padding is one too
-    loss_mask = (document[:, 1:] == document[:, :-1]) & inside[:, 1:]
-    if stream.learnt is not None:
-        loss_mask &= stream.learnt[clipped[:, 1:]] != 0
+    loss_mask = (document[:, 1:] == document[:, :-1]) & inside[:, 1:] & (stream.learnt[clipped[:, 1:]] != 0)
     segment = document[:, :-1] - document[:, :1]
     return PackedSamples(tokens, segment.astype(np.int32), loss_mask.astype(np.uint8))

@@ -20,14 +20,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 from numpy.lib.format import open_memmap
 from transformers import PreTrainedTokenizerBase
 
 from megatron_kd.config import DataConfig, RunConfig
 from megatron_kd.console import Console
+from megatron_kd.data.document import SourceError
 from megatron_kd.data.encoding import encode
 from megatron_kd.data.packing import PackedSamples, TokenStream, pack
-from megatron_kd.data.sources import SourceError, iterate_documents, source_hash
+from megatron_kd.data.sources import iterate_documents, source_hash
 from megatron_kd.data.tokenizer import tokenizer_hash, vocabulary_size
 
 Split = Literal["train", "held_out"]
@@ -45,6 +47,7 @@ class SplitCounts:
     tokens: int  # of the documents, end-of-document tokens included
     samples: int
     learnt: int  # positions with loss_mask 1
+    hash: str  # of the bytes of all its arrays (xxh3-128)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ def sample_parameters(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> d
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "vocab_size": vocabulary_size(tokenizer),
         "end_of_document": tokenizer.eos_token_id,
+        "chat_template": xxhash.xxh3_64_hexdigest(str(tokenizer.chat_template or "").encode()),
         "packing": PACKING,
         "sequence_length": data.sequence_length,
         "held_out": data.held_out,
@@ -167,18 +171,19 @@ def _write_split(folder: Path, stream: TokenStream, count: int, parameters: dict
         for name, dtype, shape in zip(PackedSamples._fields, dtypes, shapes)
     ]
     step = max(_PACK_TOKENS // length, 1)
-    learnt = 0
+    learnt, digest = 0, xxhash.xxh3_128()
     for first in range(0, count, step):
         last = min(first + step, count)
         packed = pack(stream, length, first, last, padding_id=parameters["end_of_document"])
         for array, values in zip(arrays, packed):
             array[first:last] = values
+            digest.update(values.data)
         learnt += int(packed.loss_mask.sum())
     for array in arrays:
         array.flush()
     used = min(count * length + 1, len(stream.tokens)) if count else 0
     documents = int(np.searchsorted(stream.starts, used))
-    return SplitCounts(documents=documents, tokens=used, samples=count, learnt=learnt)
+    return SplitCounts(documents=documents, tokens=used, samples=count, learnt=learnt, hash=digest.hexdigest())
 
 
 def _read_record(folder: Path) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def make_manifest(config: RunConfig, folder: Path, samples: SampleSet) -> Manife
         tokenizer_hash=made["tokenizer_hash"],
         vocab_size=made["vocab_size"],
         dataset=made["source"],
-        dataset_hash=made["source_hash"],
+        dataset_hash=samples.counts.hash,
         packing=" ".join(f"{key}={value}" for key, value in {**packing, "split": config.cache.split}.items()),
         samples=len(samples),
         seq_length=made["sequence_length"],

@@ -8,9 +8,9 @@ import pytest
 
 from megatron_kd.config import DataConfig, RunConfig, TeacherConfig
 from megatron_kd.console import Console
+from megatron_kd.data.document import SourceError
 from megatron_kd.data.packing import TokenStream
 from megatron_kd.data.samples import load_samples, prepare, split_documents
-from megatron_kd.data.sources import SourceError
 from megatron_kd.data.tokenizer import load_tokenizer, tokenizer_hash, vocabulary_size
 from tests.data.texts import sentences, small_tokenizer, write_jsonl
 
@@ -94,18 +94,23 @@ def test_a_split_without_documents_is_empty(tmp_path, tokenizer):
     assert load_samples(folder, "held_out").tokens.shape == (0, 33)
 
 
+def equal_documents(count, length) -> TokenStream:
+    tokens = np.arange(count * length, dtype=np.int32)
+    return TokenStream(tokens, np.arange(count, dtype=np.int64) * length, np.ones(len(tokens), np.uint8))
+
+
 @pytest.mark.parametrize(
     ("documents", "fraction", "train", "held_out"),
     [(20, 0.1, 18, 2), (25, 0.1, 23, 2), (10, 0.1, 9, 1), (3, 0.0, 3, 0), (4, 0.5, 2, 2)],
 )
 def test_the_last_documents_are_held_out(documents, fraction, train, held_out):
-    stream = TokenStream(np.zeros(documents * 5, np.int32), np.arange(documents, dtype=np.int64) * 5)
+    stream = equal_documents(documents, 5)
     split = split_documents(stream, fraction)
     assert (len(split["train"].starts), len(split["held_out"].starts)) == (train, held_out)
 
 
 def test_a_single_document_is_cut():
-    stream = TokenStream(np.arange(1000, dtype=np.int32), np.zeros(1, np.int64))
+    stream = equal_documents(1, 1000)
     split = split_documents(stream, 0.1)
     assert (len(split["train"].tokens), len(split["held_out"].tokens)) == (900, 100)
     assert split["held_out"].tokens[0] == 900

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from megatron_kd.data.sources import SourceError, iterate_documents, source_hash
+from megatron_kd.data.document import SourceError
+from megatron_kd.data.sources import iterate_documents, source_hash
 
 
 def test_a_text_file_is_one_document(tmp_path):
@@ -33,8 +34,9 @@ def test_jsonl_reads_the_field_and_skips_empty_documents(tmp_path):
     ("line", "message"),
     [
         ("{'a': 1}", "line 2: not JSON"),
-        ('{"body": 1}', r"line 2: no text under 'text', found \['body'\]"),
-        ("3", "int"),
+        ('{"body": 1}', r"line 2: no field 'text', found \['body'\]; set data.field"),
+        ('{"text": [1, 2]}', r"line 2: 'text' holds \[1, 2\]; needed is text, or a list of messages"),
+        ("3", "line 2: no field 'text', found int"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
