@@ -4,16 +4,21 @@
 is compared with; `validate` checks what would cost a device synchronisation. Needs torch only.
 """
 
+from megatron_kd.loss.baselines import dense_kl, forward_chunked_kl
 from megatron_kd.loss.fused_linear_kl import fused_linear_kl
 from megatron_kd.loss.objective import KDLoss, KDObjective, TeacherTopK
 from megatron_kd.loss.plan import choose_chunk_tokens
 from megatron_kd.loss.reference import reference
+from megatron_kd.loss.validate import validate
 
 __all__ = [
     "KDLoss",
     "KDObjective",
     "TeacherTopK",
     "choose_chunk_tokens",
+    "dense_kl",
+    "forward_chunked_kl",
     "fused_linear_kl",
     "reference",
+    "validate",
 ]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_kd.loss import gemm
 from megatron_kd.loss import objective as rows
 from megatron_kd.loss.objective import Entries, Partition, TeacherTopK
 from megatron_kd.loss.plan import Plan
@@ -74,8 +75,8 @@ class HeadGradients:
         if self.hidden is not None:
             self.wait()
             out = self.hidden[span]
-            partial = torch.mm(dlogits, weight) if plan.shard.sequence_parallel else torch.mm(dlogits, weight, out=out)
-            self._reducing = plan.shard.reduce_rows(partial, out)
+            partial = torch.empty_like(hidden) if plan.shard.sequence_parallel else out
+            self._reducing = plan.shard.reduce_rows(gemm.multiply(dlogits, weight, partial), out)
         if self.weight is not None:
             self.weight.add(dlogits, hidden)
         if self.bias is not None:
@@ -268,8 +269,5 @@ def _buffers(inputs: HeadInputs, plan: Plan, spans: list[slice], slots: int) -> 
 def _project(hidden: Tensor, inputs: HeadInputs, plan: Plan, buffer: Tensor) -> Tensor:
     """Logits of a chunk over this rank's true columns, in the buffer."""
     columns = plan.shard.columns
-    out = buffer[: hidden.shape[0], :columns]
-    weight = inputs.weight[:columns].t()
-    if inputs.bias is None:
-        return torch.mm(hidden, weight, out=out)
-    return torch.addmm(inputs.bias[:columns], hidden, weight, out=out)
+    bias = None if inputs.bias is None else inputs.bias[:columns]
+    return gemm.project(hidden, inputs.weight[:columns], bias, buffer[: hidden.shape[0], :columns])

@@ -27,7 +27,7 @@ from megatron_kd.loss.chunked_head import HeadGradients, HeadInputs, RowResults,
 from megatron_kd.loss.kernels import KernelChoice
 from megatron_kd.loss.objective import KDLoss, KDObjective, Partition, TeacherTopK
 from megatron_kd.loss.plan import BackwardMode, Plan, make_plan
-from megatron_kd.loss.weight_grad import open_main_grad, takes_main_grad
+from megatron_kd.loss.weight_grad import open_main_grad
 
 
 def fused_linear_kl(
@@ -89,12 +89,11 @@ def fused_linear_kl(
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
         kernels=kernels,
+        accumulate_main_grad=accumulate_main_grad,
     )
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    in_forward = backward == "in_forward" and differentiable and hidden.dtype != torch.float16
-    fuse = takes_main_grad(weight, accumulate_main_grad)
-    outputs = _FusedLinearKL.apply(hidden, weight, bias, *teacher, labels, loss_mask, plan, in_forward, fuse)
-    return KDLoss(*outputs)
+    # Inside a function autograd looks disabled, so what will be differentiated is settled here.
+    needs = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in (hidden, weight, bias))
+    return KDLoss(*_FusedLinearKL.apply(hidden, weight, bias, *teacher, labels, loss_mask, plan, needs))
 
 
 class _FusedLinearKL(torch.autograd.Function):
@@ -110,19 +109,18 @@ class _FusedLinearKL(torch.autograd.Function):
         labels: Tensor | None,
         loss_mask: Tensor | None,
         plan: Plan,
-        in_forward: bool,
-        fuse: bool,
+        needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, ...]:
         tensors = (hidden, weight, bias, ids, logprobs, tail_logprob, labels, loss_mask)
         inputs = _flatten(tensors)
-        ctx.formed = HeadGradients(inputs, plan, ctx.needs_input_grad[:3], None) if in_forward else None
+        ctx.formed = HeadGradients(inputs, plan, needs, None) if plan.in_forward and any(needs) else None
         with torch.autocast(hidden.device.type, enabled=False):
             results = forward_pass(inputs, plan, ctx.formed)
         ctx.save_for_backward(*tensors, *results.partition)
-        ctx.plan, ctx.hidden_shape, ctx.may_warn = plan, hidden.shape, in_forward
+        ctx.plan = plan
         # Megatron's own linear keeps main_grad on ctx too: it changes between forward and backward, which
         # save_for_backward would take for a fault.
-        ctx.fuse, ctx.main_grad = fuse, getattr(weight, "main_grad", None) if fuse else None
+        ctx.main_grad = getattr(weight, "main_grad", None) if plan.main_grad else None
         outputs = _losses(inputs, plan, results)
         ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
         return outputs
@@ -133,7 +131,7 @@ class _FusedLinearKL(torch.autograd.Function):
         *tensors, shift, log_z, log_tail, log_plain = ctx.saved_tensors
         inputs, plan = _flatten(tensors), ctx.plan
         weight = tensors[1]
-        main_grad = open_main_grad(weight, ctx.main_grad) if ctx.fuse and ctx.needs_input_grad[1] else None
+        main_grad = open_main_grad(weight, ctx.main_grad) if plan.main_grad and ctx.needs_input_grad[1] else None
         gradients, scale = ctx.formed, None
         ctx.formed = None
         if gradients is not None and _uniform(upstream):
@@ -146,7 +144,7 @@ class _FusedLinearKL(torch.autograd.Function):
             with torch.autocast(upstream.device.type, enabled=False):
                 partition = Partition(shift, log_z, log_tail, log_plain)
                 backward_pass(inputs, plan, partition, upstream.reshape(-1).double(), gradients)
-        return (*_deliver(gradients, tensors, main_grad, scale), *(None,) * 8)
+        return (*_deliver(gradients, tensors, main_grad, scale), *(None,) * 7)
 
 
 def _flatten(tensors: Any) -> HeadInputs:
@@ -207,7 +205,6 @@ def _warn_once() -> None:
         _warned = True
         warnings.warn(
             "fused_linear_kl: backward='in_forward' met an incoming gradient that is not one number expanded "
-            "(loss.sum() gives one; masks belong in loss_mask): recomputing, five head GEMMs where four or three "
-            "would do",
+            "(loss.sum() gives one; masks belong in loss_mask): recomputing, six head GEMMs instead of three",
             stacklevel=2,
         )

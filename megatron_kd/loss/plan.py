@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_kd.loss.kernels import KernelChoice, RowKernels, select
 from megatron_kd.loss.objective import KDObjective, TeacherTopK
 from megatron_kd.loss.vocab_parallel import VocabShard
+from megatron_kd.loss.weight_grad import takes_main_grad
 
 BackwardMode = Literal["recompute", "in_forward"]
 
@@ -34,6 +35,8 @@ class Plan:
     positions: int  # N
     chunk_tokens: int  # C
     two_partitions: bool  # CE at τ ≠ 1 needs softmax(z) beside softmax(z/τ)
+    in_forward: bool  # gradients are formed during forward, where there is a backward at all
+    main_grad: bool  # dW goes to weight.main_grad
 
     def spans(self, slots: int) -> list[slice]:
         """Local rows of each chunk, where a buffer of C rows serves `slots` chunks at a time."""
@@ -67,11 +70,12 @@ def make_plan(
     loss_mask: Tensor | None,
     bias: Tensor | None,
     vocab_size: int | None,
-    chunk_tokens: int | None,
-    backward: BackwardMode,
-    tp_group: dist.ProcessGroup | None,
-    sequence_parallel: bool,
-    kernels: KernelChoice,
+    chunk_tokens: int | None = None,
+    backward: BackwardMode = "recompute",
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    kernels: KernelChoice = "auto",
+    accumulate_main_grad: bool | None = None,
 ) -> Plan:
     """Check the arguments of fused_linear_kl and settle its plan; raises ValueError."""
     if hidden.dim() not in (2, 3) or weight.dim() != 2:
@@ -113,6 +117,9 @@ def make_plan(
         positions=leading.numel(),
         chunk_tokens=chunk_tokens,
         two_partitions=labels is not None and objective.temperature != 1,
+        # In fp16 gradients that are not yet multiplied by the loss scale would underflow.
+        in_forward=backward == "in_forward" and hidden.dtype != torch.float16 and leading.numel() > 0,
+        main_grad=takes_main_grad(weight, accumulate_main_grad),
     )
 
 

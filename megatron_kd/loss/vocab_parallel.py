@@ -18,6 +18,10 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+# torch renamed them and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Pending(NamedTuple):
     """A tensor that a collective may still be writing."""
@@ -76,7 +80,7 @@ class VocabShard:
         if not self.sequence_parallel:
             return Pending(hidden)
         rows = hidden.new_empty((self.size * hidden.shape[0], hidden.shape[1]))
-        return Pending(rows, dist.all_gather_into_tensor(rows, hidden, group=self.group, async_op=True))
+        return Pending(rows, _all_gather(rows, hidden, group=self.group, async_op=True))
 
     def reduce_rows(self, partial: Tensor, out: Tensor) -> Pending:
         """Sum the [C, D] partial gradients over ranks; each keeps the rows `out` it owns.
@@ -86,7 +90,7 @@ class VocabShard:
         if self.size == 1:
             return Pending(out)
         if self.sequence_parallel:
-            return Pending(out, dist.reduce_scatter_tensor(out, partial, group=self.group, async_op=True))
+            return Pending(out, _reduce_scatter(out, partial, group=self.group, async_op=True))
         return Pending(out, dist.all_reduce(out, group=self.group, async_op=True))
 
     def gather_statistics(self, local: Tensor) -> Pending:
@@ -94,7 +98,7 @@ class VocabShard:
         if self.size == 1:
             return Pending(local[None])
         everyone = local.new_empty((self.size * local.shape[0], local.shape[1]))
-        work = dist.all_gather_into_tensor(everyone, local, group=self.group, async_op=True)
+        work = _all_gather(everyone, local, group=self.group, async_op=True)
         return Pending(everyone.unflatten(0, (self.size, -1)), work)
 
     def sum_(self, x: Tensor) -> Tensor:

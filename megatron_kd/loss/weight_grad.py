@@ -19,8 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Largest fp32 scratch of the half-precision accumulation on CPUs, which have no GEMM with an fp32 result.
-_SLICE_BYTES = 64 << 20
+from megatron_kd.loss.gemm import accumulate
 
 
 class WeightGradient:
@@ -34,17 +33,7 @@ class WeightGradient:
 
     def add(self, dlogits: Tensor, hidden: Tensor) -> None:
         """Add dlogitsᵀ·hidden over the true columns; padding rows are never touched."""
-        total = self.sum[: self._columns]
-        if dlogits.dtype == total.dtype:
-            total.addmm_(dlogits.t(), hidden)
-        elif dlogits.is_cuda:
-            torch.addmm(total, dlogits.t(), hidden, out_dtype=total.dtype, out=total)
-        else:
-            wide = hidden.to(total.dtype)
-            step = max(1, _SLICE_BYTES // (dlogits.shape[0] * total.element_size()))
-            for first in range(0, self._columns, step):
-                part = slice(first, first + step)
-                total[part].addmm_(dlogits[:, part].t().to(total.dtype), wide)
+        accumulate(self.sum[: self._columns], dlogits, hidden)
 
     def deliver(self, weight: Tensor, main_grad: Tensor | None, scale: Tensor | None = None) -> Tensor:
         """What autograd gets for the weight; the sum is multiplied by `scale` first, and used up."""
@@ -58,10 +47,11 @@ class WeightGradient:
 
 
 def takes_main_grad(weight: Tensor, accumulate_main_grad: bool | None) -> bool:
-    """Whether dW goes to weight.main_grad; None: where Megatron has marked the parameter."""
+    """Whether dW goes to weight.main_grad; None: where Megatron has prepared the parameter for it."""
+    has_main_grad = getattr(weight, "main_grad", None) is not None or hasattr(weight, "get_main_grad")
     if accumulate_main_grad is None:
-        return hasattr(weight, "grad_added_to_main_grad")
-    if accumulate_main_grad and not (hasattr(weight, "main_grad") or hasattr(weight, "get_main_grad")):
+        return has_main_grad and hasattr(weight, "grad_added_to_main_grad")
+    if accumulate_main_grad and not has_main_grad:
         raise ValueError(
             "accumulate_main_grad is True but weight has no main_grad: wrap the model in Megatron's "
             "DistributedDataParallel first, or leave accumulate_main_grad to None"

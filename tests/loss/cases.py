@@ -55,10 +55,10 @@ class Tensors:
     upstream: Tensor  # gradient of the loss, one value per position
 
     def leaves(self) -> list[Tensor]:
-        return [x.requires_grad_() for x in (self.hidden, self.weight, self.bias) if x is not None]
+        return [x for x in (self.hidden, self.weight, self.bias) if x is not None]
 
 
-def make(case: Case) -> Tensors:
+def make(case: Case, device: str = "cpu") -> Tensors:
     """Tensors of a case. Some rows lack entries, half the labels lie on the support, masked rows hold garbage."""
     g = torch.Generator().manual_seed(case.seed)
     n, v, kind = case.positions, case.vocab, case.dtype
@@ -85,7 +85,7 @@ def make(case: Case) -> Tensors:
         ids[dead] = 10**6
     shape = (n,) if case.batch == 0 else (n // case.batch, case.batch)
     upstream = normal(n)
-    return Tensors(
+    tensors = Tensors(
         hidden=hidden.to(kind).view(*shape, -1),
         weight=weight.to(kind),
         bias=normal(v + case.padding).to(kind) if case.bias else None,
@@ -96,6 +96,14 @@ def make(case: Case) -> Tensors:
         loss_mask=None if mask is None else mask.view(shape),
         upstream=upstream.view(shape),
     )
+    tensors.teacher = TeacherTopK(*(None if x is None else x.to(device) for x in tensors.teacher))
+    for field in fields(tensors):
+        value = getattr(tensors, field.name)
+        if isinstance(value, Tensor):
+            setattr(tensors, field.name, value.to(device))
+    for leaf in tensors.leaves():
+        leaf.requires_grad_()
+    return tensors
 
 
 def dense(case: Case, tensors: Tensors) -> Tensor:
@@ -112,8 +120,8 @@ def dense(case: Case, tensors: Tensors) -> Tensor:
     )
 
 
-def fused(case: Case, tensors: Tensors, **changes):
-    """fused_linear_kl on the tensors of a case."""
+def fused(case: Case, tensors: Tensors, function=fused_linear_kl, **changes):
+    """fused_linear_kl, or another of its signature, on the tensors of a case."""
     arguments = {
         "objective": case.objective,
         "labels": tensors.labels,
@@ -123,7 +131,7 @@ def fused(case: Case, tensors: Tensors, **changes):
         "chunk_tokens": case.chunk_tokens,
         "backward": case.backward,
     }
-    return fused_linear_kl(tensors.hidden, tensors.weight, tensors.teacher, **(arguments | changes))
+    return function(tensors.hidden, tensors.weight, tensors.teacher, **(arguments | changes))
 
 
 # The padding of 8 leaves the last of four ranks without any true column.

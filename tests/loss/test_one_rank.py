@@ -51,9 +51,20 @@ def test_equals_dense_autograd_on_the_whole_grid():
 @pytest.mark.parametrize("kind", ["ghost", "truncated", "renormalized"])
 def test_gradcheck(kind):
     """Finite differences of the loss itself, so that reference and closed form cannot be wrong together."""
-    case = Case(kind=kind, ce_weight=0.7, temperature=2.0, mask=True, bias=True, padding=3, positions=8, vocab=11)
+    case = Case(
+        kind=kind,
+        ce_weight=0.7,
+        temperature=2.0,
+        mask=True,
+        bias=True,
+        padding=3,
+        positions=6,
+        hidden=4,
+        vocab=11,
+        chunk=4,
+    )
     tensors = make(case)
-    tensors.hidden = tensors.hidden.nan_to_num(0.3)
+    tensors.hidden = tensors.hidden.detach().nan_to_num(0.3).requires_grad_()
     leaves = tensors.leaves()
 
     def loss(hidden, weight, bias):

@@ -27,10 +27,10 @@ def shard(case, tensors, rank):
     return [x.detach().clone().requires_grad_() for x in (hidden, weight, bias) if x is not None]
 
 
-def fused_on_rank(case, tensors, leaves, **changes):
-    """The fused loss from this rank's leaves."""
+def fused_on_rank(case, tensors, leaves, function=fused_linear_kl, **changes):
+    """The fused loss, or another of its signature, from this rank's leaves."""
     hidden, weight, *bias = leaves
-    return fused_linear_kl(
+    return function(
         hidden,
         weight,
         tensors.teacher,
