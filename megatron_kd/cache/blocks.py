@@ -17,8 +17,9 @@ import numpy as np
 
 from megatron_kd.cache.chunks import ChunkDecoder, DamagedChunk
 from megatron_kd.cache.encode import commit_word
-from megatron_kd.cache.layout import COMMIT, METADATA_KEYS, ROOT, TABLE, block_keys, check_metadata
-from megatron_kd.cache.schema import CacheError, Manifest, block_arrays
+from megatron_kd.cache.layout import METADATA_KEYS, ROOT, TABLE_KEYS, block_keys, check_metadata
+from megatron_kd.cache.ranks import table_from_arrays
+from megatron_kd.cache.schema import COMMIT, CacheError, Manifest, block_arrays
 from megatron_kd.cache.store import PARTIAL, ObjectStore
 
 Stored = dict[str, np.ndarray]
@@ -38,7 +39,10 @@ class BlockStore:
         self.manifest = Manifest.from_attributes(parsed[ROOT]["attributes"])
         self.specs = block_arrays(self.manifest)
         self._decoders = {key.split("/")[0]: ChunkDecoder(doc) for key, doc in parsed.items() if key != ROOT}
-        self.id_by_rank = self._decoders[TABLE].chunk(documents[f"{TABLE}/c.0"] or b"")
+        self.table = table_from_arrays(
+            {name: self._decoders[name].chunk(documents[key] or b"") for name, key in TABLE_KEYS.items()},
+            self.manifest.vocab_size,
+        )
         self._indexes: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -76,15 +80,19 @@ class BlockStore:
 
     def samples(self, index: int, rows: Sequence[int]) -> Stored:
         """Some samples of a block, by their numbers within it, in the order given."""
-        indexes = self._index(index)
+        places = self._index(index)
         keys = block_keys(self.manifest, index)
-        ranges = [(keys[spec.name], *indexes[spec.name][row].tolist()) for spec in self.specs for row in rows]
-        found = iter(self.store.read_ranges(ranges))
+        found = iter(
+            self.store.read_ranges(
+                [(keys[s.name], *place) for s in self.specs for row in rows for place in places[s.name][row].tolist()]
+            )
+        )
         stored: Stored = {}
         for spec in self.specs:
+            parts = places[spec.name].shape[1]
             with self._naming(index, spec.name):
-                chunks = [self._decoders[spec.name].chunk(_there(next(found))) for _ in rows]
-            stored[spec.name] = np.concatenate(chunks)
+                of_rows = [[_there(next(found)) for _ in range(parts)] for _ in rows]
+                stored[spec.name] = np.stack([self._decoders[spec.name].sample(chunks) for chunks in of_rows])
         return stored
 
     def leftovers(self) -> list[str]:

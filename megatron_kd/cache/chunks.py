@@ -3,21 +3,23 @@
 zarr's own pipeline reads the same bytes, but spends more time on scheduling its tasks than on these small chunks. What
 is here covers the codecs that codecs.py chooses, by their definition in the Zarr v3 specification:
 
-    shard = index ‖ inner chunks          index: (offset, length) per inner chunk, 16 bytes each, then its crc32c
-    chunk = blosc(array bytes) ‖ crc32c   array bytes little-endian in C order, transposed where so coded
+    shard = index ‖ inner chunks                     index: (offset, length) per inner chunk, 16 bytes each, then crc32c
+    chunk = zstd or blosc(array bytes) ‖ crc32c      array bytes little-endian in C order
 
 Every function raises `DamagedChunk` on a byte that is not as written; nothing is decoded before its checksum is right.
+
+Letters: G inner chunks in a sample.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import google_crc32c
 import numpy as np
-from numcodecs import blosc
+from numcodecs import blosc, zstd
 
 from megatron_kd.cache.schema import CacheError
 
@@ -35,68 +37,69 @@ class ChunkDecoder:
         document: the parsed zarr.json.
 
     Attributes:
-        inner: shape of an inner chunk (of the whole chunk where the array is not sharded).
-        per_shard: inner chunks in a shard, along the first axis.
         index_bytes: length of the index at the start of a shard; 0 where the array is not sharded.
     """
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self.dtype = np.dtype(document["data_type"]).newbyteorder("<")
-        self.inner = tuple(document["chunk_grid"]["configuration"]["chunk_shape"])
-        self.per_shard, self.index_bytes = 1, 0
+        self._shard = self._inner = tuple(document["chunk_grid"]["configuration"]["chunk_shape"])
+        self.index_bytes = 0
         codecs = document["codecs"]
         if codecs[0]["name"] == "sharding_indexed":
             sharding = codecs[0]["configuration"]
             index_codecs = [codec["name"] for codec in sharding["index_codecs"]]
             if len(codecs) > 1 or sharding["index_location"] != "start" or index_codecs != ["bytes", "crc32c"]:
                 raise CacheError(f"unknown sharding {codecs}: this version cannot decode it, plain zarr may")
-            self.per_shard = self.inner[0] // sharding["chunk_shape"][0]
-            self.index_bytes = 16 * self.per_shard + 4
-            self.inner, codecs = tuple(sharding["chunk_shape"]), sharding["codecs"]
-        self._order: tuple[int, ...] | None = None
-        self._blosc = False
-        self._read_chain(codecs)
+            self._inner, codecs = tuple(sharding["chunk_shape"]), sharding["codecs"]
+            self._grid = tuple(whole // part for whole, part in zip(self._shard, self._inner))
+            self.index_bytes = 16 * math.prod(self._grid) + 4
+        self._decompress = _decompressor(codecs)
 
     def index(self, data: bytes, rows: int) -> np.ndarray:
-        """[rows, 2] start and stop of the first inner chunks in the object, from its first `index_bytes` bytes."""
+        """[rows, G, 2] start and stop in the object of each sample's chunks, from its first `index_bytes` bytes."""
         if len(data) < self.index_bytes:
             raise DamagedChunk(f"its index is cut off after {len(data)} of {self.index_bytes} bytes")
-        entries = np.frombuffer(_checked(data[: self.index_bytes]), "<u8").reshape(self.per_shard, 2)
-        if (entries[:rows, 0] == _ABSENT).any() or (entries[rows:, 0] != _ABSENT).any():
+        entries = np.frombuffer(_checked(data[: self.index_bytes]), "<u8").reshape(self._grid[0], -1, 2)
+        if (entries[:rows, :, 0] == _ABSENT).any() or (entries[rows:, :, 0] != _ABSENT).any():
             raise DamagedChunk(f"its index does not list exactly {rows} samples")
-        return np.stack([entries[:rows, 0], entries[:rows].sum(axis=1)], axis=1)
+        return np.stack([entries[:rows, :, 0], entries[:rows].sum(axis=-1)], axis=-1)
 
     def chunk(self, data: bytes | memoryview) -> np.ndarray:
-        """One inner chunk."""
-        body = _checked(data)
-        if self._blosc:
-            body = blosc.decompress(body)
-        stored = self.inner if self._order is None else tuple(self.inner[axis] for axis in self._order)
-        if len(body) != math.prod(stored) * self.dtype.itemsize:
-            raise DamagedChunk(f"it decodes to {len(body)} bytes, not those of {self.dtype} {stored}")
-        array = np.frombuffer(body, self.dtype).reshape(stored)
-        return array if self._order is None else array.transpose(np.argsort(self._order))
+        """One inner chunk; the whole array where it is not sharded."""
+        body = self._decompress(_checked(data))
+        if len(body) != math.prod(self._inner) * self.dtype.itemsize:
+            raise DamagedChunk(f"it decodes to {len(body)} bytes, not those of {self.dtype} {self._inner}")
+        return np.frombuffer(body, self.dtype).reshape(self._inner)
+
+    def sample(self, chunks: Sequence[bytes | memoryview]) -> np.ndarray:
+        """One sample from its G chunks, in the order of the index."""
+        if len(chunks) == 1:
+            return self.chunk(chunks[0])[0]
+        out = np.empty(self._shard[1:], self.dtype)
+        for place, data in zip(np.ndindex(self._grid[1:]), chunks):
+            window = tuple(slice(p * size, (p + 1) * size) for p, size in zip(place, self._inner[1:]))
+            out[window] = self.chunk(data)[0]
+        return out
 
     def shard(self, data: bytes, rows: int) -> np.ndarray:
-        """The `rows` inner chunks of a whole object; every byte of it must be accounted for."""
+        """The `rows` samples of a whole object; every byte of it must be accounted for."""
         index = self.index(data, rows)
-        extents = index[np.argsort(index[:, 0])]
+        extents = index.reshape(-1, 2)[np.argsort(index[..., 0], axis=None)]
         if [self.index_bytes, *extents[:, 1].tolist()] != [*extents[:, 0].tolist(), len(data)]:
-            raise DamagedChunk(f"its {rows} chunks do not fill its {len(data)} bytes: it was cut or added to")
+            raise DamagedChunk(f"its {len(extents)} chunks do not fill its {len(data)} bytes: it was cut or added to")
         view = memoryview(data)
-        return np.concatenate([self.chunk(view[start:stop]) for start, stop in index.tolist()])
+        return np.stack([self.sample([view[start:stop] for start, stop in row]) for row in index.tolist()])
 
-    def _read_chain(self, codecs: list[dict[str, Any]]) -> None:
-        for codec in codecs:
-            name, options = codec["name"], codec.get("configuration", {})
-            if name == "transpose":
-                self._order = tuple(options["order"])
-            elif name == "blosc":
-                self._blosc = True
-            elif not (name == "crc32c" or (name == "bytes" and options.get("endian", "little") == "little")):
-                raise CacheError(f"unknown codec {name} {options}: this version cannot decode it, plain zarr may")
-        if codecs[-1]["name"] != "crc32c":
-            raise CacheError("a codec chain does not end in crc32c: damage would go unseen")
+
+def _decompressor(codecs: list[dict[str, Any]]) -> Callable[[memoryview], bytes | memoryview]:
+    """The inverse of a chain (bytes, perhaps one compressor, crc32c) but for the checksum."""
+    names = [codec["name"] for codec in codecs]
+    compressors = {"zstd": zstd.decompress, "blosc": blosc.decompress}
+    endian = codecs[0].get("configuration", {}).get("endian", "little")
+    known = len(names) == 2 or (len(names) == 3 and names[1] in compressors)
+    if not known or names[0] != "bytes" or names[-1] != "crc32c" or endian != "little":
+        raise CacheError(f"unknown codec chain {codecs}: this version cannot decode it, plain zarr may")
+    return compressors[names[1]] if len(names) == 3 else lambda body: body
 
 
 def _checked(data: bytes | memoryview) -> memoryview:

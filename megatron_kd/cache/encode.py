@@ -1,15 +1,16 @@
 """From the teacher's numbers to the stored ones, and back.
 
-    teacher (ids, logprobs)             stored (topk_rank, topk_logprob_step)
-    entries sorted by falling log-prob, ties by lowest id, absent ones last
-    rank = position of the id in the frequency table id_by_rank; absent = the type's largest value
-    m_k  = bits of float16(−logprob_k), which grow with k because the entries fall
-    step = m_0, m_1 − m_0, m_2 − m_1, …    small numbers, so they compress
+    entries      sorted by falling log-prob, ties by lowest id, absent ones last
+    topk_rank    the ids as ranks (ranks.py)
+    topk_logprob_step
+                 m_k = bits of float16(−logprob_k), which grow with k because the entries fall;
+                 step = m_0, m_1 − m_0, m_2 − m_1, …: small numbers, so they compress
 
-Reading back takes two lines of NumPy:
+Both are stored as planes of bytes, the lowest first: the high bytes are few and skewed, the low ones are noise, and
+each plane is compressed for itself. Reading back the log-probs takes two lines of NumPy:
 
-    ids      = id_by_rank[topk_rank]
-    logprobs = −np.cumsum(topk_logprob_step, axis=-1, dtype=np.uint16).view(np.float16)
+    step = topk_logprob_step[:, 0] + topk_logprob_step[:, 1] * np.uint16(256)
+    logprobs = −np.cumsum(step, axis=-1, dtype=np.uint16).view(np.float16)
 
 Shapes: n samples, S positions, K entries, T temperatures.
 """
@@ -21,45 +22,21 @@ from collections.abc import Mapping
 import numpy as np
 import xxhash
 
-from megatron_kd.cache.schema import ArraySpec, Manifest, absent_rank, block_arrays, rank_dtype
+from megatron_kd.cache.ranks import RankCoder
+from megatron_kd.cache.schema import ArraySpec, Manifest, block_arrays
 
 # What a writer passes for one block, in the teacher's own terms.
 TARGET_NAMES = ("tokens", "ids", "logprobs", "tail_logprob", "logz", "label_logprob", "loss_mask", "segment")
 # A teacher's float32 softmax sums to 1 within far less; float16 rounding is not in it yet.
 _MASS_SLACK = 1e-2
+_LOGPROB_OF_BITS = -np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 _LOGPROB_SLACK = 1e-3
 # The label's log-prob may come from another reduction than the entries'; a shifted or foreign row is off by nats.
 _LABEL_SLACK = 1e-2
 
 
-def frequency_table(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Vocabulary ids by falling frequency in `ids`, ties by lowest id: int32 [vocab_size].
-
-    Args:
-        ids: integers of any shape, token ids or top-K entries of the first block; negative ones are ignored.
-        vocab_size: V; every id lies below it.
-    """
-    flat = np.asarray(ids).reshape(-1)
-    flat = flat[flat >= 0]
-    if flat.size and flat.max() >= vocab_size:
-        raise ValueError(f"ids hold {flat.max()} but vocab_size is {vocab_size}: every id must lie below it")
-    return np.argsort(-np.bincount(flat, minlength=vocab_size), kind="stable").astype(np.int32)
-
-
-def invert_table(id_by_rank: np.ndarray, vocab_size: int) -> np.ndarray:
-    """rank_by_id of a table; raises unless the table is a permutation of the vocabulary."""
-    if id_by_rank.shape != (vocab_size,) or not np.array_equal(np.sort(id_by_rank), np.arange(vocab_size)):
-        raise ValueError(
-            f"id_by_rank of shape {id_by_rank.shape} is not a permutation of the {vocab_size} ids: "
-            "make it with frequency_table"
-        )
-    ranks = np.empty(vocab_size, rank_dtype(vocab_size))
-    ranks[id_by_rank] = np.arange(vocab_size, dtype=ranks.dtype)
-    return ranks
-
-
 def encode_block(
-    manifest: Manifest, rank_by_id: np.ndarray, index: int, targets: Mapping[str, np.ndarray]
+    manifest: Manifest, coder: RankCoder, index: int, targets: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """The stored arrays of block `index`, checked: what cannot be a teacher's output raises `ValueError`.
 
@@ -71,12 +48,11 @@ def encode_block(
     rows = manifest.rows(index)
     arrays = _take(manifest, index, rows.stop - rows.start, targets)
     ids, magnitude = sort_entries(arrays["ids"], arrays["logprobs"])
-    present = ids >= 0
-    ranks = np.where(present, rank_by_id[ids], np.asarray(absent_rank(manifest.vocab_size), rank_by_id.dtype))
+    step = np.diff(magnitude, axis=-1, prepend=np.uint16(0))
     stored = {
         "tokens": arrays["tokens"],
-        "topk_rank": ranks,
-        "topk_logprob_step": np.diff(magnitude, axis=-1, prepend=np.uint16(0)),
+        "topk_rank": coder.encode(arrays["tokens"][:, :-1], ids),
+        "topk_logprob_step": np.stack([step & 0xFF, step >> 8], axis=1),
         "tail_logprob": _half(np.minimum(arrays["tail_logprob"], 0)),
         "logz": arrays["logz"],
         "label_logprob": arrays["label_logprob"],
@@ -100,24 +76,12 @@ def sort_entries(ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.
     return (key & 0xFFFFFFFF).astype(np.uint32).view(np.int32), (key >> 32).astype(np.uint16)
 
 
-class EntryDecoder:
-    """Stored entries → ids int32 (−1 = absent) and log-probs float32, by table lookup.
-
-    Args:
-        id_by_rank: int32 [V].
-    """
-
-    def __init__(self, id_by_rank: np.ndarray) -> None:
-        # Ranks beyond the vocabulary, the mark of an absent entry among them, are clipped onto the −1 at the end.
-        self._id_by_rank = np.append(id_by_rank.astype(np.int32), np.int32(-1))
-        # A lookup in 65,536 numbers is three times faster than NumPy's conversion of float16.
-        self._logprob = -np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
-
-    def __call__(self, topk_rank: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[…, K] of each → ids, logprobs of the same shape."""
-        ids = np.take(self._id_by_rank, topk_rank, mode="clip")
-        magnitude = np.cumsum(np.ascontiguousarray(step), axis=-1, dtype=np.uint16)
-        return ids, np.take(self._logprob, magnitude, mode="clip")
+def logprobs_of(planes: np.ndarray) -> np.ndarray:
+    """Log-probs float32 [S, K] of one sample's steps uint8 [2, S, K]."""
+    step = planes[0].astype(np.uint16)
+    step += planes[1].astype(np.uint16) << 8
+    # A lookup in 65,536 numbers is three times faster than NumPy's conversion of float16.
+    return np.take(_LOGPROB_OF_BITS, np.cumsum(step, axis=-1, dtype=np.uint16), mode="clip")
 
 
 def commit_word(index: int, stored: Mapping[str, np.ndarray], specs: tuple[ArraySpec, ...]) -> int:

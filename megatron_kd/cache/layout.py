@@ -3,10 +3,10 @@
 zarr makes every byte, in memory; what reaches the store is a list of finished objects. So each is written once, whole,
 in an order that this package chooses: metadata before the group's own `zarr.json`, arrays before their commit word.
 
-    zarr.json                       the group: manifest, hash of id_by_rank, hash of all metadata. Written last
+    zarr.json                       the group: manifest, hash of the tables, hash of all metadata. Written last
     <array>/zarr.json               one each
-    id_by_rank/c.0                  the frequency table
-    <array>/c.<block>[.0[.0]]       one shard, a whole block
+    <table>/c.0                     id_by_rank, context_start, context_ids
+    <array>/c.<block>.0…            one shard, a whole block
     commit/c.<block>                the block's commit word
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,27 +23,28 @@ from zarr.codecs.sharding import ShardingCodecIndexLocation
 from zarr.core.array import ShardsConfigParam
 from zarr.storage import MemoryStore
 
-from megatron_kd.cache.codecs import codec_options
-from megatron_kd.cache.schema import BLOCK_ARRAYS, FORMAT, CacheError, Manifest, block_arrays
+from megatron_kd.cache.codecs import compressors
+from megatron_kd.cache.ranks import RankTable
+from megatron_kd.cache.schema import BLOCK_ARRAYS, COMMIT, FORMAT, TABLES, CacheError, Manifest, block_arrays
 
 ROOT = "zarr.json"
-COMMIT, TABLE = "commit", "id_by_rank"
 # Every object that is there before the first block, the group's own last.
-METADATA_KEYS = (*(f"{name}/{ROOT}" for name in (*BLOCK_ARRAYS, COMMIT, TABLE)), f"{TABLE}/c.0", ROOT)
+TABLE_KEYS = {name: f"{name}/c.0" for name in TABLES}
+METADATA_KEYS = (*(f"{name}/{ROOT}" for name in (*BLOCK_ARRAYS, COMMIT, *TABLES)), *TABLE_KEYS.values(), ROOT)
 _DEFAULT_PIPELINE = {"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}
-_TABLE_HASH, _METADATA_HASH = "id_by_rank_sha256", "metadata_sha256"
+_TABLE_HASH, _METADATA_HASH = "tables_sha256", "metadata_sha256"
 
 
 class BlockEncoder:
     """Turns the stored arrays of a block into objects; `metadata` holds the objects that every cache begins with."""
 
-    def __init__(self, manifest: Manifest, id_by_rank: np.ndarray) -> None:
+    def __init__(self, manifest: Manifest, table: RankTable) -> None:
         self.manifest = manifest
         self.specs = block_arrays(manifest)
         self._objects: dict[str, Any] = {}
         # Writing must not depend on the reading pipeline that the user may have chosen.
         with zarr.config.set(_DEFAULT_PIPELINE):
-            self._arrays = _create_arrays(self._objects, manifest, id_by_rank)
+            self._arrays = _create_arrays(self._objects, manifest, table)
         self.metadata = {key: self._objects[key].to_bytes() for key in METADATA_KEYS}
 
     def encode(self, index: int, stored: Mapping[str, np.ndarray], commit_word: int) -> dict[str, bytes]:
@@ -81,8 +82,9 @@ def check_metadata(documents: Mapping[str, bytes | None]) -> dict[str, dict[str,
             f"the zarr.json files hash to {computed} but the group records {attributes.get(_METADATA_HASH)}: "
             "one of them was altered; restore them from a copy"
         )
-    if attributes.get(_TABLE_HASH) != hashlib.sha256(documents[f"{TABLE}/c.0"] or b"").hexdigest():
-        raise CacheError(f"{TABLE}/c.0 is not the table the cache was made with: restore it from a copy")
+    if attributes.get(_TABLE_HASH) != _hash(documents[key] for key in TABLE_KEYS.values()):
+        names = ", ".join(TABLE_KEYS.values())
+        raise CacheError(f"one of {names} is not what the cache was made with: restore them from a copy")
     return parsed
 
 
@@ -101,21 +103,22 @@ def metadata_hash(parsed: Mapping[str, Any]) -> str:
     root = dict(parsed[ROOT])
     root["attributes"] = {name: value for name, value in root["attributes"].items() if name != _METADATA_HASH}
     text = json.dumps({**parsed, ROOT: root}, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return _hash([text.encode()])
 
 
-def _create_arrays(store_dict: dict[str, Any], manifest: Manifest, id_by_rank: np.ndarray) -> dict[str, zarr.Array]:
+def _create_arrays(store_dict: dict[str, Any], manifest: Manifest, table: RankTable) -> dict[str, zarr.Array]:
     group = zarr.create_group(MemoryStore(store_dict), zarr_format=3)
     n, b = manifest.samples, manifest.block
-    arrays = {
-        spec.name: _create(
-            group, spec.name, (n, *spec.shape), spec.dtype, spec.fill, (1, *spec.shape), (b, *spec.shape)
-        )
-        for spec in block_arrays(manifest)
-    }
-    arrays[COMMIT] = _create(group, COMMIT, (manifest.blocks,), "<u8", 0, (1,))
-    _create(group, TABLE, id_by_rank.shape, "<i4", -1, id_by_rank.shape)[:] = id_by_rank
-    table_hash = hashlib.sha256(store_dict[f"{TABLE}/c.0"].to_bytes()).hexdigest()
+    arrays = {}
+    for spec in block_arrays(manifest):
+        shape, chunk, shard = (n, *spec.shape), (1, *spec.inner), (b, *spec.shape)
+        arrays[spec.name] = _create(group, manifest, spec.name, shape, spec.dtype, spec.fill, chunk, shard)
+    arrays[COMMIT] = _create(group, manifest, COMMIT, (manifest.blocks,), "<u8", 0, (1,))
+    for name in TABLES:
+        values = getattr(table, name)
+        # No id and no place is −2: a missing table cannot look like one.
+        _create(group, manifest, name, values.shape, "<i4", -2, values.shape)[:] = values
+    table_hash = _hash(store_dict[key].to_bytes() for key in TABLE_KEYS.values())
     group.update_attributes(manifest.attributes() | {_TABLE_HASH: table_hash})
     parsed = {key: json.loads(data.to_bytes()) for key, data in store_dict.items() if key.endswith(ROOT)}
     group.update_attributes({_METADATA_HASH: metadata_hash(parsed)})
@@ -124,6 +127,7 @@ def _create_arrays(store_dict: dict[str, Any], manifest: Manifest, id_by_rank: n
 
 def _create(
     group: zarr.Group,
+    manifest: Manifest,
     name: str,
     shape: tuple[int, ...],
     dtype: str,
@@ -142,8 +146,16 @@ def _create(
         chunk_key_encoding={"name": "default", "separator": "."},
         # A chunk that happens to hold nothing but the fill value is data as well.
         config={"write_empty_chunks": True},
-        **codec_options(name, len(shape)),
+        filters=[],
+        compressors=compressors(name, manifest.codecs),
     )
+
+
+def _hash(parts: Iterable[bytes | None]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part or b"")
+    return digest.hexdigest()
 
 
 def _parse(key: str, data: bytes) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from megatron_kd.cache.blocks import BlockStore, Stored
-from megatron_kd.cache.encode import EntryDecoder
+from megatron_kd.cache.encode import logprobs_of
+from megatron_kd.cache.ranks import RankCoder
 from megatron_kd.cache.schema import Manifest
 from megatron_kd.cache.store import Url, open_store
 
@@ -42,7 +43,7 @@ class TeacherCache:
 
     def __init__(self, blocks: BlockStore) -> None:
         self._blocks = blocks
-        self._entries = EntryDecoder(blocks.id_by_rank)
+        self._ranks = RankCoder(blocks.table)
 
     @classmethod
     def open(cls, url: Url, storage_options: Mapping[str, Any] | None = None) -> TeacherCache:
@@ -107,14 +108,19 @@ class TeacherCache:
         return {spec.name: np.empty((0, *spec.shape), spec.dtype) for spec in self._blocks.specs}
 
     def _targets(self, stored: Stored, k: int | None, temperature: float) -> CacheBatch:
-        ids, logprobs = self._entries(stored["topk_rank"], stored["topk_logprob_step"])
+        n, m = len(stored["tokens"]), self.manifest
+        ids = np.empty((n, m.seq_length, m.k), np.int32)
+        logprobs = np.empty((n, m.seq_length, m.k), np.float32)
+        for row in range(n):
+            ids[row] = self._ranks.decode(stored["tokens"][row, :-1], stored["topk_rank"][row])
+            logprobs[row] = logprobs_of(stored["topk_logprob_step"][row])
         tail = stored["tail_logprob"].astype(np.float32)
         if temperature != 1.0:
             logz = stored["logz"]
-            logz_t = logz[..., self.manifest.temperatures.index(temperature)]
+            logz_t = logz[..., m.temperatures.index(temperature)]
             logprobs = (logprobs + logz[..., :1]) / np.float32(temperature) - logz_t[..., None]
             tail = _log_rest(logprobs)
-        if k is not None and k < self.manifest.k:
+        if k is not None and k < m.k:
             tail = np.logaddexp(tail, _logsumexp(logprobs[..., k:]))
             ids, logprobs = ids[..., :k], logprobs[..., :k]
         return CacheBatch(

@@ -15,6 +15,9 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 FORMAT = 1
+COMMIT = "commit"
+TABLES = ("id_by_rank", "context_start", "context_ids")  # fixed before the first block
+CONTEXT_LIMIT = 4096  # longest list of likely ids kept for one input token (ranks.py)
 # The arrays that every block holds, in the order in which the commit word hashes them.
 BLOCK_ARRAYS = (
     "tokens",
@@ -145,36 +148,41 @@ class Manifest:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One stored array whose first axis is the sample. `fill` is a value no writer ever stores."""
+    """One stored array whose first axis is the sample."""
 
     name: str
     dtype: str  # little-endian NumPy
     shape: tuple[int, ...]  # of one sample
-    fill: int | float
+    inner: tuple[int, ...]  # of one inner chunk of a sample: what is compressed at a time
+    fill: int | float  # no whole row of it is ever stored
 
 
 def block_arrays(manifest: Manifest) -> tuple[ArraySpec, ...]:
     """BLOCK_ARRAYS with their types and shapes."""
     s, k, t = manifest.seq_length, manifest.k, len(manifest.temperatures)
-    nan, v = float("nan"), manifest.vocab_size
-    layout: dict[str, tuple[str, tuple[int, ...], int | float]] = {
-        "tokens": ("<i4", (s + 1,), -1),
-        "topk_rank": (rank_dtype(v), (s, k), absent_rank(v)),
-        "topk_logprob_step": ("<u2", (s, k), 0xFFFF),
-        "tail_logprob": ("<f2", (s,), nan),
-        "logz": ("<f4", (s, t), nan),
-        "label_logprob": ("<f4", (s,), nan),
-        "loss_mask": ("|u1", (s,), 255),
-        "segment": ("<i4", (s,), -1),
+    planes, part, nan = rank_bytes(manifest.vocab_size), entry_chunk(k), float("nan")
+    layout: dict[str, tuple[str, tuple[int, ...], tuple[int, ...], int | float]] = {
+        "tokens": ("<i4", (s + 1,), (s + 1,), -1),
+        "topk_rank": ("|u1", (planes, s, k), (1, s, part), 255),
+        "topk_logprob_step": ("|u1", (2, s, k), (1, s, part), 255),
+        "tail_logprob": ("<f2", (s,), (s,), nan),
+        "logz": ("<f4", (s, t), (s, t), nan),
+        "label_logprob": ("<f4", (s,), (s,), nan),
+        "loss_mask": ("|u1", (s,), (s,), 255),
+        "segment": ("<i4", (s,), (s,), -1),
     }
     return tuple(ArraySpec(name, *layout[name]) for name in BLOCK_ARRAYS)
 
 
-def rank_dtype(vocab_size: int) -> str:
-    """The narrowest of two unsigned types that holds every rank and the mark of an absent entry."""
-    return "<u2" if vocab_size <= 0xFFFF else "<u4"
+def rank_bytes(vocab_size: int) -> int:
+    """Bytes that hold every rank, context list included, and the mark of an absent entry (all bits set)."""
+    return 2 if vocab_size + CONTEXT_LIMIT < 0xFFFF else 3
 
 
-def absent_rank(vocab_size: int) -> int:
-    """The mark of an absent entry: the largest value of the ranks' type, which no rank reaches."""
-    return 0xFFFF if vocab_size <= 0xFFFF else 0xFFFFFFFF
+def entry_chunk(k: int) -> int:
+    """Entries compressed together: early and late entries differ, so each part gets its own Huffman code.
+
+    The largest divisor of k up to 50, where there is one of at least 16; parts shorter than that cost more than they
+    save.
+    """
+    return max((d for d in range(16, 51) if k % d == 0), default=k)

@@ -19,9 +19,10 @@ import numpy as np
 
 from megatron_kd.cache.blocks import BlockStore
 from megatron_kd.cache.chunks import ChunkDecoder
-from megatron_kd.cache.encode import commit_word, encode_block, invert_table
-from megatron_kd.cache.layout import COMMIT, ROOT, BlockEncoder, block_keys
-from megatron_kd.cache.schema import CacheError, Manifest
+from megatron_kd.cache.encode import commit_word, encode_block
+from megatron_kd.cache.layout import ROOT, BlockEncoder, block_keys
+from megatron_kd.cache.ranks import RankCoder, RankTable
+from megatron_kd.cache.schema import COMMIT, CacheError, Manifest
 from megatron_kd.cache.store import Url, open_store
 
 
@@ -35,8 +36,8 @@ class CacheWriter:
     def __init__(self, blocks: BlockStore) -> None:
         self.manifest = blocks.manifest
         self._blocks = blocks
-        self._rank_by_id = invert_table(blocks.id_by_rank, self.manifest.vocab_size)
-        self._encoder = BlockEncoder(self.manifest, blocks.id_by_rank)
+        self._coder = RankCoder(blocks.table)
+        self._encoder = BlockEncoder(self.manifest, blocks.table)
         _check_codecs(self._encoder)
 
     @classmethod
@@ -44,7 +45,7 @@ class CacheWriter:
         cls,
         url: Url,
         manifest: Manifest,
-        id_by_rank: np.ndarray,
+        table: RankTable | np.ndarray,
         storage_options: Mapping[str, Any] | None = None,
     ) -> CacheWriter:
         """Start a new cache; raises `CacheError` where there is one already.
@@ -52,15 +53,16 @@ class CacheWriter:
         Args:
             url: a folder or any fsspec URL.
             manifest: what will be in it.
-            id_by_rank: int32 [V], the frequency table (`frequency_table`). It is part of the cache's bytes, so it must
-                follow from the data (the first block, say), not from which process came first.
+            table: `rank_table` of the first block, or `frequency_table` alone (int32 [V], larger blocks). It is part
+                of the cache's bytes, so it must follow from the data, not from which process came first.
             storage_options: passed to fsspec.
         """
         store = open_store(url, storage_options)
         if store.read(ROOT) is not None:
             raise CacheExists(f"{url} already holds a cache: resume it, or choose another place")
-        invert_table(id_by_rank, manifest.vocab_size)
-        for key, data in BlockEncoder(manifest, id_by_rank).metadata.items():
+        table = table if isinstance(table, RankTable) else RankTable.without_contexts(table)
+        table.check(manifest.vocab_size)
+        for key, data in BlockEncoder(manifest, table).metadata.items():
             store.write(key, data)
         return cls.resume(url, manifest, storage_options)
 
@@ -81,7 +83,7 @@ class CacheWriter:
         cls,
         url: Url,
         manifest: Manifest,
-        id_by_rank: np.ndarray,
+        table: RankTable | np.ndarray,
         storage_options: Mapping[str, Any] | None = None,
     ) -> CacheWriter:
         """Resume where there is a cache, else create it. Any number of processes may do so at once.
@@ -91,7 +93,7 @@ class CacheWriter:
         """
         if open_store(url, storage_options).read(ROOT) is None:
             with contextlib.suppress(CacheExists):  # another process was faster
-                return cls.create(url, manifest, id_by_rank, storage_options)
+                return cls.create(url, manifest, table, storage_options)
         return cls.resume(url, manifest, storage_options)
 
     def missing_blocks(self) -> list[int]:
@@ -105,7 +107,7 @@ class CacheWriter:
             index: which block; only one process may write it.
             arrays: `encode_block` says which. Numbers that no teacher gives raise `ValueError`, with nothing written.
         """
-        stored = encode_block(self.manifest, self._rank_by_id, index, arrays)
+        stored = encode_block(self.manifest, self._coder, index, arrays)
         word = commit_word(index, stored, self._encoder.specs)
         encoded = self._encoder.encode(index, stored, word)
         keys = block_keys(self.manifest, index)
@@ -120,7 +122,9 @@ def _check_codecs(encoder: BlockEncoder) -> None:
 
     Some codecs corrupt silently with some dtypes and versions: this finds it before the teacher has run.
     """
-    probe = BlockEncoder(encoder.manifest.with_samples(1, 1), np.arange(encoder.manifest.vocab_size, dtype=np.int32))
+    probe = BlockEncoder(
+        encoder.manifest.with_samples(1, 1), RankTable.without_contexts(np.arange(encoder.manifest.vocab_size))
+    )
     rng = np.random.default_rng(0)
     stored = {
         spec.name: np.frombuffer(rng.bytes(np.zeros((1, *spec.shape), spec.dtype).nbytes), spec.dtype).reshape(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron_kd.cache import Manifest, frequency_table
+from megatron_kd.cache import Manifest, RankTable, rank_table
 
 
 def manifest(**changes) -> Manifest:
@@ -47,9 +47,12 @@ def sample(m: Manifest, n: int, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def table(m: Manifest) -> np.ndarray:
-    """The frequency table of the first block."""
-    return frequency_table(targets(m, m.rows(0))["ids"] if m.samples else np.arange(m.vocab_size), m.vocab_size)
+def table(m: Manifest) -> RankTable | np.ndarray:
+    """The table of the first block; of nothing where there is none."""
+    if not m.samples:
+        return np.arange(m.vocab_size)
+    first = targets(m, m.rows(0))
+    return rank_table(first["tokens"], first["ids"], m.vocab_size)
 
 
 def fill(writer, blocks=None, seed: int = 0) -> None:

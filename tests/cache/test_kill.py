@@ -13,7 +13,7 @@ from tests.cache.killed_writer import STEPS_PER_OBJECT
 from tests.cache.targets import files, fill, manifest, table
 
 M = manifest()
-METADATA, PER_BLOCK = 12, 9  # objects
+METADATA, PER_BLOCK = 16, 9  # objects
 STEPS = STEPS_PER_OBJECT * (METADATA + PER_BLOCK * M.blocks)
 
 
@@ -51,7 +51,7 @@ def check_resume(folder, undisturbed):
 
 # First object, middle of the metadata, just before and after the group's zarr.json, inside block 1, its commit word.
 BLOCK_1 = STEPS_PER_OBJECT * (METADATA + PER_BLOCK)
-CHOSEN = [1, 25, 47, 48, BLOCK_1 + 2 * STEPS_PER_OBJECT + 2, BLOCK_1 + PER_BLOCK * STEPS_PER_OBJECT - 2]
+CHOSEN = [1, 33, 63, 64, BLOCK_1 + 2 * STEPS_PER_OBJECT + 2, BLOCK_1 + PER_BLOCK * STEPS_PER_OBJECT - 2]
 
 
 @pytest.mark.parametrize("step", CHOSEN)

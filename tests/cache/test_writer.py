@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_kd.cache import CacheError, CacheWriter, TeacherCache, frequency_table
+from megatron_kd.cache import CacheError, CacheWriter, RankTable, TeacherCache, frequency_table, rank_table
 from tests.cache.targets import files, fill, manifest, table, targets
 
 
@@ -18,10 +18,10 @@ def test_same_bytes_for_any_order_of_writing(tmp_path):
 
 
 def test_number_of_objects(tmp_path):
-    """Nine arrays with one object a block, the table's one chunk, ten arrays' metadata, the group's."""
+    """Nine arrays with one object a block; three tables of one chunk; metadata of these twelve and of the group."""
     m = manifest()
     fill(CacheWriter.create(tmp_path, m, table(m)))
-    assert len(files(tmp_path)) == 9 * m.blocks + 1 + 10 + 1
+    assert len(files(tmp_path)) == 9 * m.blocks + 3 + 12 + 1
 
 
 def test_resume_computes_only_what_is_missing(tmp_path):
@@ -105,6 +105,33 @@ def test_arrays_of_another_shape_are_refused(tmp_path):
 def test_frequency_table():
     """By falling count, ties by lowest id; absent entries (−1) do not count."""
     assert frequency_table(np.array([[2, 2, 4], [4, 1, -1]]), 6).tolist() == [2, 4, 1, 0, 3, 5]
+
+
+def test_rank_table():
+    """After token 1 the id 5 was listed twice or more, as were 2 and 0; 3 once. Ties go to the more frequent in all."""
+    tokens = np.array([[1, 1, 1, 4, 0]])
+    ids = np.array([[[5, 2, 0], [5, 2, 3], [5, 0, -1], [2, 4, 1]]])
+    found = rank_table(tokens, ids, 6)
+    assert found.id_by_rank.tolist() == [2, 5, 0, 1, 3, 4]
+    assert found.context_start.tolist() == [0, 0, 3, 3, 3, 3, 3]
+    assert found.context_ids.tolist() == [5, 2, 0, -1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"context_start": [0, 0, 3, 3, 3, 3, 2]},
+        {"context_start": [0, 4, 3, 3, 3, 3, 3]},
+        {"context_start": [0, 3]},
+        {"context_ids": [5, 2, 6, -1]},
+        {"context_ids": [5, 2, 0, 0]},
+    ],
+)
+def test_lists_of_no_table_are_refused(change):
+    good = {"id_by_rank": [2, 5, 0, 1, 3, 4], "context_start": [0, 0, 3, 3, 3, 3, 3], "context_ids": [5, 2, 0, -1]}
+    RankTable(**{name: np.array(values) for name, values in good.items()}).check(6)
+    with pytest.raises(ValueError, match="no lists of ids"):
+        RankTable(**{name: np.array(values) for name, values in (good | change).items()}).check(6)
 
 
 @pytest.mark.parametrize(
