@@ -7,6 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 config=configs/quickstart.yaml
+trap 'echo "quickstart stopped; the first error above is the cause. Run it again to go on from there." >&2' ERR
 
 bash tools/setup_env.sh demo,plot
 bin=${VENV:-.venv}/bin
