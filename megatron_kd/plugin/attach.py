@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_kd.config import LossConfig
-from megatron_kd.loss import KDLoss, KDObjective, TeacherTopK, fused_linear_kl
+from megatron_kd.loss import KDLoss, KDObjective, TeacherTopK, fused_linear_kl, validate
 
 # Settings under which the logits, or the head's gradient, are not simply hidden · weightᵀ.
 _REFUSED_SETTINGS = {
@@ -130,6 +130,7 @@ class _Head:
         self.queue: deque[_Targets] = deque()
         self.sums: dict[str, Tensor] = {}
         self._objective, self._loss, self._vocab_size = objective, loss, vocab_size
+        self._validated = False
         self._passing: Tensor | None = None  # the loss on its way from the output layer to the model's loss
         self._stock_forward = chunk.output_layer.forward
         self._stock_loss = chunk.compute_language_model_loss
@@ -145,21 +146,24 @@ class _Head:
         if runtime_gather_output:
             raise ValueError("runtime_gather_output is set while distillation targets are; the loss keeps logits local")
         targets, layer = self.queue.popleft(), self.chunk.output_layer
-        losses = fused_linear_kl(
-            input_,
-            layer.weight if weight is None else weight,
-            targets.teacher,
-            objective=self._objective,
-            labels=targets.labels,
-            loss_mask=targets.loss_mask,
-            bias=None if layer.skip_bias_add else layer.bias,
-            vocab_size=self._vocab_size,
-            chunk_tokens=self._loss.chunk_tokens,
-            backward=self._loss.backward,
-            tp_group=layer.tp_group,
-            sequence_parallel=layer.sequence_parallel,
-            accumulate_main_grad=layer.gradient_accumulation_fusion,
-        )
+        head = (input_, layer.weight if weight is None else weight, targets.teacher)
+        options: dict[str, Any] = {
+            "objective": self._objective,
+            "labels": targets.labels,
+            "loss_mask": targets.loss_mask,
+            "bias": None if layer.skip_bias_add else layer.bias,
+            "vocab_size": self._vocab_size,
+            "chunk_tokens": self._loss.chunk_tokens,
+            "backward": self._loss.backward,
+            "tp_group": layer.tp_group,
+            "sequence_parallel": layer.sequence_parallel,
+            "accumulate_main_grad": layer.gradient_accumulation_fusion,
+        }
+        if not self._validated:
+            # Looking at values makes the host wait for the device: once, before anything is trained on them.
+            validate(*head, **options)
+            self._validated = True
+        losses = fused_linear_kl(*head, **options)
         self._add(losses, targets.loss_mask)
         self._passing = losses.loss
         return losses.loss, None

@@ -53,11 +53,11 @@ def check_cache(manifest: Manifest, config: RunConfig, weights: HfWeights) -> No
         raise ValueError(f"loss.kind = {loss.kind!r}; {url} holds sampled entries, which need 'renormalized'")
 
 
-def check_first_batch(batch: Batch, config: RunConfig, vocab_size: int) -> None:
+def check_first_batch(batch: Batch, config: RunConfig) -> None:
     """Looks at the values of the first micro-batch, which costs a device synchronisation and is done once.
 
     Raises:
-        ValueError: ids out of range, or targets that do not belong to the labels, with the numbers.
+        ValueError: targets that do not belong to the labels, with the numbers.
     """
     teacher = batch.teacher
     if config.loss.temperature != 1.0:  # the label's is stored at temperature 1 only

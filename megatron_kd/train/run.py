@@ -176,7 +176,7 @@ def _sum_over_ranks(student: Student, logged: torch.Tensor, stop: bool) -> dict[
 def _checked(loader: BatchLoader, config: RunConfig, student: Student) -> Iterator[Batch]:
     """The loader's batches; the first one is looked at before anything is trained on it."""
     first = next(loader)
-    check_first_batch(first, config, student.vocab_size)
+    check_first_batch(first, config)
     yield first
     yield from loader
 

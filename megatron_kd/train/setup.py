@@ -33,7 +33,6 @@ class Student:
     optimizer: Any
     scheduler: OptimizerParamScheduler
     config: TransformerConfig
-    vocab_size: int  # true vocabulary, the teacher's
 
 
 def build_student(config: RunConfig, weights: HfWeights, manifest: Manifest) -> Student:
@@ -50,7 +49,7 @@ def build_student(config: RunConfig, weights: HfWeights, manifest: Manifest) -> 
     # Megatron's schedules call back through the model's configuration.
     model_config.finalize_model_grads_func = finalize_model_grads
     model_config.grad_scale_func = optimizer.scale_loss
-    return Student(chunks, handle, optimizer, _scheduler(config, optimizer), model_config, manifest.vocab_size)
+    return Student(chunks, handle, optimizer, _scheduler(config, optimizer), model_config)
 
 
 def uses_distributed_optimizer(config: RunConfig) -> bool:

@@ -38,13 +38,13 @@ def _batch(shift=0, noise=0.0):
 
 
 def test_targets_that_belong_to_the_labels_pass_after_rounding():
-    check_first_batch(_batch(), CONFIG, V)
+    check_first_batch(_batch(), CONFIG)
 
 
 @pytest.mark.parametrize("damage", [{"shift": 1}, {"shift": -1}, {"noise": 0.2}])
 def test_shifted_targets_and_another_teachers_are_refused_with_the_numbers(damage):
     with pytest.raises(ValueError, match=r"\d+ of \d+ labels of samples \(7,\) .* a-cache are shifted"):
-        check_first_batch(_batch(**damage), CONFIG, V)
+        check_first_batch(_batch(**damage), CONFIG)
 
 
 def test_targets_of_other_text_altogether_are_refused():
@@ -53,7 +53,7 @@ def test_targets_of_other_text_altogether_are_refused():
     labels = torch.zeros_like(batch.labels)
     foreign = Batch(**{**vars(batch), "teacher": teacher, "labels": labels})
     with pytest.raises(ValueError, match="none of 40 labels"):
-        check_first_batch(foreign, CONFIG, V)
+        check_first_batch(foreign, CONFIG)
 
 
 @pytest.fixture(scope="module")
