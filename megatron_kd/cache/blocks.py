@@ -19,12 +19,12 @@ from megatron_kd.cache.chunks import ChunkDecoder, DamagedChunk
 from megatron_kd.cache.encode import commit_word
 from megatron_kd.cache.layout import METADATA_KEYS, ROOT, TABLE_KEYS, block_keys, check_metadata
 from megatron_kd.cache.ranks import table_from_arrays
-from megatron_kd.cache.schema import COMMIT, CacheError, Manifest, block_arrays
+from megatron_kd.cache.schema import BLOCK_ARRAYS, COMMIT, CacheError, Manifest, block_arrays
 from megatron_kd.cache.store import PARTIAL, ObjectStore
 
 Stored = dict[str, np.ndarray]
 _REPAIR = "mark it missing with `megatron-kd cache repair`, then resume the writer"
-_INDEXES_KEPT = 256  # blocks whose indexes stay in memory: 8 arrays × 16·B bytes each
+_INDEXES_KEPT = 128  # blocks whose indexes stay in memory: about 14 chunks × 16·B bytes each
 
 
 class BlockStore:
@@ -46,19 +46,19 @@ class BlockStore:
         self._indexes: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def commit(self, index: int) -> int:
-        """The block's commit word; 0 where it was not written. Raises where it is damaged."""
-        key = block_keys(self.manifest, index)[COMMIT]
-        data = self.store.read(key)
-        if data is None:
-            return 0
-        with self._naming(index, COMMIT):
-            return int(self._decoders[COMMIT].chunk(data)[0])
+    def commits(self, blocks: Sequence[int]) -> list[int]:
+        """Commit words of some blocks; 0 where a word was not written. Raises where one is damaged."""
+        words = []
+        size = self._decoders[COMMIT].dtype.itemsize + 4
+        found = self.store.read_ranges([(block_keys(self.manifest, i)[COMMIT], 0, size + 1) for i in blocks])
+        for index, data in zip(blocks, found):
+            with self._naming(index, COMMIT):
+                words.append(0 if data is None else int(self._decoders[COMMIT].chunk(data)[0]))
+        return words
 
     def missing(self) -> list[int]:
         """Blocks without a readable commit word or without one of their objects, in ascending order."""
-        present = {spec.name: set(self.store.list(spec.name)) for spec in self.specs}
-        present[COMMIT] = set(self.store.list(COMMIT))
+        present = {name: set(self.store.list(name)) for name in (*BLOCK_ARRAYS, COMMIT)}
         return [index for index in range(self.manifest.blocks) if not self._is_committed(index, present)]
 
     def block(self, index: int) -> Stored:
@@ -78,21 +78,29 @@ class BlockStore:
             )
         return stored
 
-    def samples(self, index: int, rows: Sequence[int]) -> Stored:
-        """Some samples of a block, by their numbers within it, in the order given."""
-        places = self._index(index)
-        keys = block_keys(self.manifest, index)
-        found = iter(
-            self.store.read_ranges(
-                [(keys[s.name], *place) for s in self.specs for row in rows for place in places[s.name][row].tolist()]
-            )
-        )
+    def sample(self, index: int, row: int, arrays: Sequence[str], entries: int | None = None) -> Stored:
+        """Some arrays of one sample, by its number within the block.
+
+        Args:
+            index: the block.
+            row: the sample within it.
+            arrays: names out of BLOCK_ARRAYS.
+            entries: how many of topk_rank's entries to read; None for all.
+        """
+        places, keys = self._index(index), block_keys(self.manifest, index)
+        lengths = {name: entries if name == "topk_rank" else None for name in arrays}
+        ranges = {
+            name: [
+                (keys[name], *places[name][row, part].tolist()) for part in self._decoders[name].parts(lengths[name])
+            ]
+            for name in arrays
+        }
+        found = iter(self.store.read_ranges([item for name in arrays for item in ranges[name]]))
         stored: Stored = {}
-        for spec in self.specs:
-            parts = places[spec.name].shape[1]
-            with self._naming(index, spec.name):
-                of_rows = [[_there(next(found)) for _ in range(parts)] for _ in rows]
-                stored[spec.name] = np.stack([self._decoders[spec.name].sample(chunks) for chunks in of_rows])
+        for name in arrays:
+            with self._naming(index, name):
+                chunks = [_there(next(found)) for _ in ranges[name]]
+                stored[name] = self._decoders[name].sample(chunks, lengths[name])
         return stored
 
     def leftovers(self) -> list[str]:
@@ -106,12 +114,12 @@ class BlockStore:
         if any(key.split("/")[1] not in present[name] for name, key in keys.items()):
             return False
         try:
-            return self.commit(index) != 0
+            return self.commits([index]) != [0]
         except CacheError:
             return False
 
     def _require_commit(self, index: int) -> int:
-        word = self.commit(index)
+        (word,) = self.commits([index])
         if word == 0:
             raise CacheError(
                 f"{self.store.url}: block {index} was never committed (array {COMMIT}): resume the writer to fill it"

@@ -44,6 +44,7 @@ class ChunkDecoder:
         self.dtype = np.dtype(document["data_type"]).newbyteorder("<")
         self._shard = self._inner = tuple(document["chunk_grid"]["configuration"]["chunk_shape"])
         self.index_bytes = 0
+        self._windows: list[tuple[slice, ...]] = []  # what each chunk of a sample covers of it
         codecs = document["codecs"]
         if codecs[0]["name"] == "sharding_indexed":
             sharding = codecs[0]["configuration"]
@@ -51,15 +52,17 @@ class ChunkDecoder:
             if len(codecs) > 1 or sharding["index_location"] != "start" or index_codecs != ["bytes", "crc32c"]:
                 raise CacheError(f"unknown sharding {codecs}: this version cannot decode it, plain zarr may")
             self._inner, codecs = tuple(sharding["chunk_shape"]), sharding["codecs"]
-            self._grid = tuple(whole // part for whole, part in zip(self._shard, self._inner))
-            self.index_bytes = 16 * math.prod(self._grid) + 4
+            grid = tuple(whole // part for whole, part in zip(self._shard, self._inner))
+            self.index_bytes = 16 * math.prod(grid) + 4
+            for place in np.ndindex(grid[1:]):
+                self._windows.append(tuple(slice(p * n, (p + 1) * n) for p, n in zip(place, self._inner[1:])))
         self._decompress = _decompressor(codecs)
 
     def index(self, data: bytes, rows: int) -> np.ndarray:
         """[rows, G, 2] start and stop in the object of each sample's chunks, from its first `index_bytes` bytes."""
         if len(data) < self.index_bytes:
             raise DamagedChunk(f"its index is cut off after {len(data)} of {self.index_bytes} bytes")
-        entries = np.frombuffer(_checked(data[: self.index_bytes]), "<u8").reshape(self._grid[0], -1, 2)
+        entries = np.frombuffer(_checked(data[: self.index_bytes]), "<u8").reshape(self._shard[0], -1, 2)
         if (entries[:rows, :, 0] == _ABSENT).any() or (entries[rows:, :, 0] != _ABSENT).any():
             raise DamagedChunk(f"its index does not list exactly {rows} samples")
         return np.stack([entries[:rows, :, 0], entries[:rows].sum(axis=-1)], axis=-1)
@@ -71,14 +74,20 @@ class ChunkDecoder:
             raise DamagedChunk(f"it decodes to {len(body)} bytes, not those of {self.dtype} {self._inner}")
         return np.frombuffer(body, self.dtype).reshape(self._inner)
 
-    def sample(self, chunks: Sequence[bytes | memoryview]) -> np.ndarray:
-        """One sample from its G chunks, in the order of the index."""
+    def parts(self, length: int | None = None) -> list[int]:
+        """Which of a sample's G chunks hold the first `length` places of the last axis; None for all."""
+        length = length or self._shard[-1]
+        return [number for number, window in enumerate(self._windows) if window[-1].start < length]
+
+    def sample(self, chunks: Sequence[bytes | memoryview], length: int | None = None) -> np.ndarray:
+        """One sample, or the first `length` places of its last axis, from the chunks that `parts` names."""
+        length = length or self._shard[-1]
         if len(chunks) == 1:
-            return self.chunk(chunks[0])[0]
-        out = np.empty(self._shard[1:], self.dtype)
-        for place, data in zip(np.ndindex(self._grid[1:]), chunks):
-            window = tuple(slice(p * size, (p + 1) * size) for p, size in zip(place, self._inner[1:]))
-            out[window] = self.chunk(data)[0]
+            return self.chunk(chunks[0])[0][..., :length]
+        out = np.empty((*self._shard[1:-1], length), self.dtype)
+        for number, data in zip(self.parts(length), chunks):
+            target = out[self._windows[number]]
+            target[...] = self.chunk(data)[0][..., : target.shape[-1]]
         return out
 
     def shard(self, data: bytes, rows: int) -> np.ndarray:

@@ -23,7 +23,7 @@ from zarr.codecs.sharding import ShardingCodecIndexLocation
 from zarr.core.array import ShardsConfigParam
 from zarr.storage import MemoryStore
 
-from megatron_kd.cache.codecs import compressors
+from megatron_kd.cache.codecs import compressors, preset
 from megatron_kd.cache.ranks import RankTable
 from megatron_kd.cache.schema import BLOCK_ARRAYS, COMMIT, FORMAT, TABLES, CacheError, Manifest, block_arrays
 
@@ -147,7 +147,7 @@ def _create(
         # A chunk that happens to hold nothing but the fill value is data as well.
         config={"write_empty_chunks": True},
         filters=[],
-        compressors=compressors(name, manifest.codecs),
+        compressors=compressors(name, dtype, preset(manifest.codecs)),
     )
 
 

@@ -103,16 +103,16 @@ class RankCoder:
     """Ids ↔ byte planes of their ranks, [n, S, K] ↔ uint8 [n, P, S, K], lowest byte first. Absent: all bits set."""
 
     def __init__(self, table: RankTable) -> None:
-        v, e = table.id_by_rank.size, table.context_ids.size - 1
+        v, entries = table.id_by_rank.size, table.context_ids.size - 1
         self._bytes = rank_bytes(v)
         self._table = table
         self._rank = np.empty(v, np.int64)
         self._rank[table.id_by_rank] = np.arange(v)
-        self._start = table.context_start[:-1].astype(np.int64)
-        self._length = np.diff(table.context_start).astype(np.int64)
+        self._length = np.diff(table.context_start)
         # One gather serves both lists: the contexts, then the vocabulary, then −1 for whatever lies beyond.
         self._lists = np.concatenate([table.context_ids[:-1], table.id_by_rank, np.full(1, -1, np.int32)])
-        self._beyond = e - self._length
+        self._elsewhere = entries - self._length  # what to add to a rank beyond the context's list
+        self._back = table.context_start[:-1] - self._elsewhere  # and to go from there to a rank within it
 
     def encode(self, tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Byte planes of the ranks of `ids` after `tokens` [n, S]."""
@@ -123,7 +123,7 @@ class RankCoder:
         flat_ranks = np.empty(flat_ids.shape, np.int64)
         of_id = np.empty(v + 1, np.int64)  # ranks after one token; the last stands for id −1
         for token, rows in zip(distinct.tolist(), np.split(order, first[1:])):
-            start, length = self._start[token], self._length[token]
+            start, length = self._table.context_start[token], self._length[token]
             np.add(self._rank, length, out=of_id[:-1])
             of_id[self._table.context_ids[start : start + length]] = np.arange(length)
             of_id[-1] = 256**self._bytes - 1
@@ -131,15 +131,17 @@ class RankCoder:
         ranks = flat_ranks.reshape(ids.shape)
         return np.stack([(ranks >> 8 * p).astype(np.uint8) for p in range(self._bytes)], axis=1)
 
-    def decode(self, tokens: np.ndarray, planes: np.ndarray) -> np.ndarray:
-        """Ids int32 [S, K] of one sample, −1 = absent; tokens [S], planes [P, S, K]."""
-        rank = planes[0].astype(np.int64)
-        for p in range(1, self._bytes):
-            rank += planes[p].astype(np.int64) << 8 * p
-        start, length, beyond = (a[tokens][:, None] for a in (self._start, self._length, self._beyond))
-        rank += np.where(rank < length, start, beyond)
+    def decode(self, tokens: np.ndarray, planes: np.ndarray, out: np.ndarray) -> None:
+        """Ids of one sample into `out` int32 [S, K], −1 = absent; tokens [S], planes [P, S, K]."""
+        rank = planes[-1].astype(np.int32)
+        for plane in planes[-2::-1]:
+            rank <<= 8
+            rank |= plane
+        place = (rank < self._length[tokens][:, None]) * self._back[tokens][:, None]
+        place += self._elsewhere[tokens][:, None]
+        place += rank
         # An absent entry's rank exceeds every length plus V, so it is clipped onto the −1 at the end.
-        return np.take(self._lists, rank, mode="clip")
+        np.take(self._lists, place, mode="clip", out=out)
 
 
 def table_from_arrays(arrays: dict[str, np.ndarray], vocab_size: int) -> RankTable:

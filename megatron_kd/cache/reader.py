@@ -13,13 +13,14 @@ Shapes: n samples asked for, S positions, K′ entries.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from megatron_kd.cache.blocks import BlockStore, Stored
-from megatron_kd.cache.encode import logprobs_of
+from megatron_kd.cache.encode import decode_logprobs
 from megatron_kd.cache.ranks import RankCoder
 from megatron_kd.cache.schema import Manifest
 from megatron_kd.cache.store import Url, open_store
@@ -38,22 +39,27 @@ class CacheBatch:
     segment: np.ndarray  # int32 [n, S]: document number in a packed sample
 
 
+_COPIED = ("tokens", "label_logprob", "loss_mask", "segment")
+
+
 class TeacherCache:
     """A cache opened for reading. Holds no open file; safe to use from several threads and after a fork."""
 
-    def __init__(self, blocks: BlockStore) -> None:
+    def __init__(self, blocks: BlockStore, threads: int = 1) -> None:
         self._blocks = blocks
         self._ranks = RankCoder(blocks.table)
+        self._threads = threads
 
     @classmethod
-    def open(cls, url: Url, storage_options: Mapping[str, Any] | None = None) -> TeacherCache:
+    def open(cls, url: Url, storage_options: Mapping[str, Any] | None = None, threads: int = 1) -> TeacherCache:
         """Open a cache, checking its metadata.
 
         Args:
             url: a folder or any fsspec URL.
             storage_options: passed to fsspec.
+            threads: samples decoded at once in one call of `read`.
         """
-        return cls(BlockStore(open_store(url, storage_options)))
+        return cls(BlockStore(open_store(url, storage_options)), threads)
 
     @property
     def manifest(self) -> Manifest:
@@ -68,82 +74,94 @@ class TeacherCache:
             k: entries per position, at most the stored ones; None for all.
             temperature: one of `manifest.temperatures`.
         """
-        ids = np.asarray(samples, np.int64).reshape(-1)
-        self._check(ids, k, temperature)
-        if ids.size == 0:
-            return self._targets(self._empty(), k, temperature)
-        parts, order = [], []
-        of_block = ids // self.manifest.block
-        for index in np.unique(of_block).tolist():
-            where = np.flatnonzero(of_block == index)
-            parts.append(self._blocks.samples(index, (ids[where] - index * self.manifest.block).tolist()))
-            order.append(where)
-        back = np.argsort(np.concatenate(order))
-        stored = {name: np.concatenate([part[name] for part in parts])[back] for name in parts[0]}
-        return self._targets(stored, k, temperature)
+        ids = np.asarray(samples, np.int64).reshape(-1).tolist()
+        k = self._check(ids, k, temperature)
+        batch = self._empty(len(ids), k)
+        arrays = [*_COPIED, "topk_rank", "topk_logprob_step", "tail_logprob" if temperature == 1.0 else "logz"]
+
+        def one(row: int) -> None:
+            index, place = divmod(ids[row], self.manifest.block)
+            self._decode(self._blocks.sample(index, place, arrays, k), batch, row, temperature)
+
+        if self._threads > 1 and len(ids) > 1:
+            with ThreadPoolExecutor(self._threads) as pool:
+                list(pool.map(one, range(len(ids))))
+        else:
+            for row in range(len(ids)):
+                one(row)
+        return batch
 
     def read_block(self, index: int, k: int | None = None, temperature: float = 1.0) -> CacheBatch:
         """All samples of a block; recomputes its commit word."""
-        self._check(np.zeros(0, np.int64), k, temperature)
-        return self._targets(self._blocks.block(index), k, temperature)
+        k = self._check([], k, temperature)
+        stored = self._blocks.block(index)
+        batch = self._empty(len(stored["tokens"]), k)
+        for row in range(len(batch.tokens)):
+            self._decode({name: array[row] for name, array in stored.items()}, batch, row, temperature)
+        return batch
 
-    def _check(self, samples: np.ndarray, k: int | None, temperature: float) -> None:
+    def _check(self, samples: list[int], k: int | None, temperature: float) -> int:
         m = self.manifest
-        if samples.size and (samples.min() < 0 or samples.max() >= m.samples):
-            wrong = int(samples.min()) if samples.min() < 0 else int(samples.max())
-            raise IndexError(f"sample {wrong} does not exist: the cache has {m.samples} samples")
-        if k is not None and not 1 <= k <= m.k:
+        for sample in samples:
+            if not 0 <= sample < m.samples:
+                raise IndexError(f"sample {sample} does not exist: the cache has {m.samples} samples")
+        k = m.k if k is None else k
+        if not 1 <= k <= m.k:
             raise ValueError(f"k is {k} but the cache stores {m.k} entries per position: ask for at most that")
-        if k is not None and k < m.k and m.entries == "sampled":
-            raise ValueError(f"k is {k} but the {m.k} sampled entries stand for the teacher only together: leave k out")
         if temperature not in m.temperatures:
             raise ValueError(
                 f"temperature {temperature} is not stored: the cache has {m.temperatures}; "
                 "use one of them, or make the cache again with manifest.temperatures including it"
             )
-        if temperature != 1.0 and m.entries == "sampled":
-            raise ValueError(f"temperature is {temperature} but sampled entries stand for temperature 1 only")
+        if m.entries == "sampled" and (k < m.k or temperature != 1.0):
+            raise ValueError(
+                f"k is {k} and temperature {temperature}, but sampled entries stand for the teacher only all {m.k} "
+                "together and at temperature 1: leave both out"
+            )
+        return k
 
-    def _empty(self) -> Stored:
-        return {spec.name: np.empty((0, *spec.shape), spec.dtype) for spec in self._blocks.specs}
-
-    def _targets(self, stored: Stored, k: int | None, temperature: float) -> CacheBatch:
-        n, m = len(stored["tokens"]), self.manifest
-        ids = np.empty((n, m.seq_length, m.k), np.int32)
-        logprobs = np.empty((n, m.seq_length, m.k), np.float32)
-        for row in range(n):
-            ids[row] = self._ranks.decode(stored["tokens"][row, :-1], stored["topk_rank"][row])
-            logprobs[row] = logprobs_of(stored["topk_logprob_step"][row])
-        tail = stored["tail_logprob"].astype(np.float32)
-        if temperature != 1.0:
-            logz = stored["logz"]
-            logz_t = logz[..., m.temperatures.index(temperature)]
-            logprobs = (logprobs + logz[..., :1]) / np.float32(temperature) - logz_t[..., None]
-            tail = _log_rest(logprobs)
-        if k is not None and k < m.k:
-            tail = np.logaddexp(tail, _logsumexp(logprobs[..., k:]))
-            ids, logprobs = ids[..., :k], logprobs[..., :k]
+    def _empty(self, n: int, k: int) -> CacheBatch:
+        s = self.manifest.seq_length
         return CacheBatch(
-            tokens=stored["tokens"],
-            ids=ids,
-            logprobs=logprobs,
-            tail_logprob=tail,
-            label_logprob=stored["label_logprob"],
-            loss_mask=stored["loss_mask"],
-            segment=stored["segment"],
+            tokens=np.empty((n, s + 1), np.int32),
+            ids=np.empty((n, s, k), np.int32),
+            logprobs=np.empty((n, s, k), np.float32),
+            tail_logprob=np.empty((n, s), np.float32),
+            label_logprob=np.empty((n, s), np.float32),
+            loss_mask=np.empty((n, s), np.uint8),
+            segment=np.empty((n, s), np.int32),
         )
+
+    def _decode(self, stored: Stored, batch: CacheBatch, row: int, temperature: float) -> None:
+        """One sample's stored arrays into a row of the batch."""
+        m, k = self.manifest, batch.ids.shape[-1]
+        for name in _COPIED:
+            getattr(batch, name)[row] = stored[name]
+        self._ranks.decode(stored["tokens"][:-1], stored["topk_rank"][..., :k], batch.ids[row])
+        logprobs = batch.logprobs[row] if k == m.k else np.empty((m.seq_length, m.k), np.float32)
+        decode_logprobs(stored["topk_logprob_step"], logprobs)
+        if temperature == 1.0:
+            tail = stored["tail_logprob"].astype(np.float32)
+        else:
+            logz = stored["logz"][:, m.temperatures.index(temperature)]
+            logprobs += stored["logz"][:, :1]
+            logprobs /= np.float32(temperature)
+            logprobs -= logz[:, None]
+            tail = _log_rest(logprobs)
+        if k < m.k:
+            tail = np.logaddexp(tail, _logsumexp(logprobs[:, k:]))
+            batch.logprobs[row] = logprobs[:, :k]
+        batch.tail_logprob[row] = tail
 
 
 def _logsumexp(values: np.ndarray) -> np.ndarray:
     """Over the last axis, whose entries fall: the first is the largest."""
-    largest = values[..., 0]
-    safe = np.where(np.isfinite(largest), largest, 0)
+    largest = np.where(np.isfinite(values[..., :1]), values[..., :1], 0)
     with np.errstate(divide="ignore"):
-        return safe + np.log(np.exp(values - safe[..., None]).sum(axis=-1))
+        return largest[..., 0] + np.log(np.exp(values - largest).sum(axis=-1))
 
 
 def _log_rest(logprobs: np.ndarray) -> np.ndarray:
     """log(1 − Σ exp(logprobs)); −inf where rounding leaves nothing."""
     with np.errstate(divide="ignore"):
-        rest = np.log(np.maximum(1 - np.exp(logprobs.astype(np.float64)).sum(axis=-1), 0))
-    return rest.astype(np.float32)
+        return np.log(np.maximum(1 - np.exp(logprobs.astype(np.float64)).sum(axis=-1), 0))

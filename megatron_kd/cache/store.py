@@ -8,6 +8,7 @@ one, the new one or absent, never a mixture. No file stays open between calls.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,19 @@ class LocalStore:
             return None
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
-        return [self._read_range(*item) for item in ranges]
+        found: list[bytes | None] = []
+        for key, group in itertools.groupby(ranges, key=lambda item: item[0]):
+            spans = [(start, stop) for _, start, stop in group]
+            try:
+                descriptor = os.open(f"{self.url}/{key}", os.O_RDONLY | os.O_CLOEXEC)
+            except (FileNotFoundError, NotADirectoryError):
+                found += [None] * len(spans)
+                continue
+            try:
+                found += [os.pread(descriptor, stop - start, start) for start, stop in spans]
+            finally:
+                os.close(descriptor)
+        return found
 
     def write(self, key: str, data: bytes) -> None:
         path = os.path.join(self.url, key)
@@ -87,16 +100,6 @@ class LocalStore:
             return os.listdir(os.path.join(self.url, folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
-
-    def _read_range(self, key: str, start: int, stop: int) -> bytes | None:
-        try:
-            descriptor = os.open(os.path.join(self.url, key), os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        try:
-            return os.pread(descriptor, stop - start, start)
-        finally:
-            os.close(descriptor)
 
 
 class RemoteStore:

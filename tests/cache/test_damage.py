@@ -63,7 +63,9 @@ def test_damage_is_named_and_resumed(cache, intact, array, damage):
     opened = TeacherCache.open(cache)
     with pytest.raises(CacheError, match=rf"block 1.* \(?array {array}"):
         opened.read_block(1)
-    if damage != "extend" or array == "commit":  # a sample's own bytes are intact below an added tail
+    # A sample's own bytes are intact below an added tail, and at temperature 1 no normaliser is read.
+    touched = array == "commit" or (damage != "extend" and array != "logz")
+    if touched:
         with pytest.raises(CacheError, match=rf"block 1.* \(?array {array}"):
             opened.read([0, 4, 5, 6, 7])
     opened.read([0, 1, 2, 3, 8, 9])
