@@ -12,6 +12,7 @@ Collectives: sums of [C] numbers over ranks; gather and reduction of hidden and 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,16 +73,21 @@ def _unfused(
     if dense:
         fields = _row_losses(logits, *teacher, labels, mask, plan, True)
     else:
-        step = plan.chunk_tokens
-        chunks = []
-        for first in range(0, plan.positions, step):
-            part = [None if x is None else x[first : first + step] for x in (logits, *teacher, labels, mask)]
-            # Without the checkpoint every chunk's softmax would be kept, which is all of the dense one's memory.
-            chunks.append(checkpoint(_row_losses, *part, plan, False, use_reentrant=False))
+        # Without the checkpoint every chunk's softmax would be kept, which is all of the dense one's memory.
+        chunks = [
+            checkpoint(_row_losses, *part, plan, False, use_reentrant=False, preserve_rng_state=False)
+            for part in _chunks(plan, logits, *teacher, labels, mask)
+        ]
         fields = torch.cat(chunks, dim=1)
     loss, *detached = (field.view(plan.leading) for field in fields)
     kd, ce, teacher_tail, support = (field.detach() for field in detached)
     return KDLoss(loss, kd, None if labels is None else ce, teacher_tail, support)
+
+
+def _chunks(plan: Plan, *tensors: Tensor | None) -> Iterator[tuple[Tensor | None, ...]]:
+    """The same rows of several tensors, chunk by chunk."""
+    count = -(-plan.positions // plan.chunk_tokens)
+    return zip(*((None,) * count if x is None else x.split(plan.chunk_tokens) for x in tensors))
 
 
 def _row_losses(

@@ -16,6 +16,7 @@ Collectives: vocab_parallel's, in chunked_head's order.
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class _FusedLinearKL(torch.autograd.Function):
         tensors = (hidden, weight, bias, ids, logprobs, tail_logprob, labels, loss_mask)
         inputs = _flatten(tensors)
         ctx.formed = HeadGradients(inputs, plan, needs, None) if plan.in_forward and any(needs) else None
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _without_autocast(hidden.device):
             results = forward_pass(inputs, plan, ctx.formed)
         ctx.save_for_backward(*tensors, *results.partition)
         ctx.plan = plan
@@ -141,10 +142,17 @@ class _FusedLinearKL(torch.autograd.Function):
                 _warn_once()
             del gradients
             gradients = HeadGradients(inputs, plan, ctx.needs_input_grad[:3], main_grad)
-            with torch.autocast(upstream.device.type, enabled=False):
+            with _without_autocast(upstream.device):
                 partition = Partition(shift, log_z, log_tail, log_plain)
                 backward_pass(inputs, plan, partition, upstream.reshape(-1).double(), gradients)
         return (*_deliver(gradients, tensors, main_grad, scale), *(None,) * 7)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Products stay in the parameters' type, into memory of that type."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def _flatten(tensors: Any) -> HeadInputs:

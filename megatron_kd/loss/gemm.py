@@ -48,7 +48,7 @@ def accumulate(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
     """Add dlogitsᵀ [V, C] times hidden [C, D] to total [V, D], which is fp32 or wider."""
     if dlogits.dtype == total.dtype:
         torch.addmm(total, dlogits.t(), hidden, out=total)
-    elif dlogits.is_cuda:
+    elif dlogits.device.type != "cpu":
         torch.addmm(total, dlogits.t(), hidden, out_dtype=total.dtype, out=total)
     else:
         wide = hidden.to(total.dtype)
