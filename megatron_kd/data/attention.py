@@ -10,10 +10,13 @@ Shapes: b samples, S positions, T = b·S.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ def document_attention(segment: Tensor, *, packed: bool) -> DocumentAttention:
         future = torch.ones(size, size, dtype=torch.bool, device=segment.device).triu(1)
         foreign = segment[:, :, None] != segment[:, None, :]
         return DocumentAttention(mask=(foreign | future)[:, None])
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     starts = torch.ones_like(segment, dtype=torch.bool)  # a sample's first position always starts a document
     starts[:, 1:] = segment[:, 1:] != segment[:, :-1]
     bounds = torch.cat([starts.flatten().nonzero().flatten(), segment.new_tensor([segment.numel()]).long()])

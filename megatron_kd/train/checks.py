@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from megatron_kd.cache import Manifest
 from megatron_kd.config import RunConfig
+from megatron_kd.data.dataset import Batch
 from megatron_kd.data.tokenizer import load_tokenizer, tokenizer_hash
 from megatron_kd.student.hf_weights import HfWeights
-from megatron_kd.train.step import Batch
 
 # Entries are rounded on the way to the cache, the label's own log-probability is not. At −16 to −32 neighbouring
 # float16 values lie 1/64 apart, and the coarsest preset rounds to 1/16.

@@ -22,15 +22,15 @@ from megatron_kd import platform
 from megatron_kd.cache import TeacherCache
 from megatron_kd.config import RunConfig
 from megatron_kd.console import Console, byte_count
+from megatron_kd.data.dataset import Batch, BatchLoader
 from megatron_kd.data.order import SampleOrder
 from megatron_kd.student.hf_weights import HfWeights
 from megatron_kd.student.model import initialize_parallel
 from megatron_kd.teacher.weights import resolve_model
-from megatron_kd.train.batches import BatchLoader
 from megatron_kd.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from megatron_kd.train.checks import check_cache, check_first_batch
 from megatron_kd.train.setup import Student, build_student, uses_distributed_optimizer
-from megatron_kd.train.step import Batch, run_forward_backward
+from megatron_kd.train.step import run_forward_backward
 
 _METRICS = ("loss", "loss_tokens", "kd", "ce", "tail", "support", "tokens", "stop")
 

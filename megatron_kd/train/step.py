@@ -9,7 +9,6 @@ its gradient is one scalar for all positions, which is what lets the fused loss 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,23 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_kd.data.attention import DocumentAttention
-from megatron_kd.loss import TeacherTopK
+from megatron_kd.data.dataset import Batch
 from megatron_kd.plugin import KDHandle
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One micro-batch on the device. b samples, S positions, K teacher entries."""
-
-    samples: tuple[int, ...]  # their numbers in the cache
-    tokens: Tensor  # [b, S] int64
-    labels: Tensor  # [b, S] int64, the next token
-    position_ids: Tensor  # [b, S] int64
-    loss_mask: Tensor  # [b, S] float32
-    teacher: TeacherTopK  # ids and logprobs [b, S, K]
-    label_logprob: Tensor  # [b, S] the teacher's log-probability of the label, at temperature 1
-    attention: DocumentAttention
 
 
 def forward_step(handle: KDHandle, batches: Iterator[Batch], model: Module) -> tuple[Tensor, Callable[[Tensor], Any]]:

@@ -8,11 +8,11 @@ import torch
 from megatron_kd.cache import Manifest
 from megatron_kd.config import CacheConfig, DataConfig, LossConfig, RunConfig, TeacherConfig
 from megatron_kd.data.attention import DocumentAttention
+from megatron_kd.data.dataset import Batch
 from megatron_kd.data.tokenizer import load_tokenizer, tokenizer_hash
 from megatron_kd.loss import TeacherTopK
 from megatron_kd.student.hf_weights import HfWeights
 from megatron_kd.train.checks import check_cache, check_first_batch
-from megatron_kd.train.step import Batch
 from tests.teacher.models import save_llama
 
 CONFIG = RunConfig(

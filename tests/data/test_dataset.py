@@ -8,8 +8,8 @@ import torch
 
 from megatron_kd.cache import CacheBatch, CacheError
 from megatron_kd.config import LossConfig
+from megatron_kd.data.dataset import BatchLoader, make_batch
 from megatron_kd.data.order import SampleOrder
-from megatron_kd.train.batches import BatchLoader, make_batch
 
 S, K = 6, 3
 

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,12 +22,25 @@ from torch import Tensor
 
 from megatron_kd.cache import CacheBatch, TeacherCache
 from megatron_kd.config import LossConfig
-from megatron_kd.data.attention import document_attention
+from megatron_kd.data.attention import DocumentAttention, document_attention
 from megatron_kd.data.order import SampleOrder
 from megatron_kd.loss import TeacherTopK
-from megatron_kd.train.step import Batch
 
 _AHEAD = 4  # micro-batches decoded before they are needed
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch on the device. b samples, S positions, K teacher entries."""
+
+    samples: tuple[int, ...]  # their numbers in the cache
+    tokens: Tensor  # [b, S] int64
+    labels: Tensor  # [b, S] int64, the next token
+    position_ids: Tensor  # [b, S] int64
+    loss_mask: Tensor  # [b, S] float32
+    teacher: TeacherTopK  # ids and logprobs [b, S, K]
+    label_logprob: Tensor  # [b, S] the teacher's log-probability of the label, at temperature 1
+    attention: DocumentAttention
 
 
 class BatchLoader:
