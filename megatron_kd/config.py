@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import ConfigDict
+
+if TYPE_CHECKING:
+    from megatron_kd.loss import KDObjective
 
 _T = TypeVar("_T")
 
@@ -66,6 +69,19 @@ class LossConfig:
     ce_weight: float = 0.0  # weight of cross-entropy on the text itself
     chunk_tokens: int | None = None  # positions whose logits exist at a time; null: chosen from a workspace budget
     backward: Literal["recompute", "in_forward"] = "recompute"  # in_forward: three head GEMMs instead of four
+
+    @property
+    def objective(self) -> KDObjective:
+        """What the loss minimises."""
+        from megatron_kd.loss import KDObjective  # torch is not needed to read a configuration
+
+        return KDObjective(
+            kind=self.kind,
+            temperature=self.temperature,
+            scale_by_temperature_squared=self.scale_by_temperature_squared,
+            kd_weight=self.kd_weight,
+            ce_weight=self.ce_weight,
+        )
 
 
 @_section

@@ -37,6 +37,7 @@ class Batch:
     tokens: Tensor  # [b, S] int64
     labels: Tensor  # [b, S] int64, the next token
     position_ids: Tensor  # [b, S] int64
+    segment: Tensor  # [b, S] document number of each position
     loss_mask: Tensor  # [b, S] float32
     teacher: TeacherTopK  # ids and logprobs [b, S, K]
     label_logprob: Tensor  # [b, S] the teacher's log-probability of the label, at temperature 1
@@ -102,6 +103,7 @@ def make_batch(samples: np.ndarray, read: CacheBatch, device: torch.device, *, p
         tokens=tokens[:, :-1].contiguous(),
         labels=tokens[:, 1:].contiguous(),
         position_ids=positions.contiguous(),
+        segment=segment,
         loss_mask=_to(read.loss_mask, device).float(),
         teacher=TeacherTopK(_to(read.ids, device), _to(read.logprobs, device), _to(read.tail_logprob, device)),
         label_logprob=_to(read.label_logprob, device),
@@ -122,6 +124,7 @@ def end_to_end(batch: Batch) -> Batch:
         tokens=flat(batch.tokens),
         labels=flat(batch.labels),
         position_ids=flat(batch.position_ids),
+        segment=flat(batch.segment),
         loss_mask=flat(batch.loss_mask),
         label_logprob=flat(batch.label_logprob),
         teacher=TeacherTopK(

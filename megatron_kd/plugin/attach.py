@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_kd.config import LossConfig
-from megatron_kd.loss import KDLoss, KDObjective, TeacherTopK, fused_linear_kl, validate
+from megatron_kd.loss import KDLoss, TeacherTopK, fused_linear_kl, validate
 
 # Settings under which the logits, or the head's gradient, are not simply hidden · weightᵀ.
 _REFUSED_SETTINGS = {
@@ -107,29 +107,22 @@ def attach(model_chunks: Sequence[Module], loss: LossConfig, *, vocab_size: int 
     Raises:
         ValueError: a setting under which the loss would be wrong, by name, with the reason.
     """
-    objective = KDObjective(
-        kind=loss.kind,
-        temperature=loss.temperature,
-        scale_by_temperature_squared=loss.scale_by_temperature_squared,
-        kd_weight=loss.kd_weight,
-        ce_weight=loss.ce_weight,
-    )
     heads = []
     for chunk in map(_unwrapped, model_chunks):
         if getattr(chunk, "post_process", False):
             _refuse_unsupported(chunk)
-            heads.append(_Head(chunk, objective, loss, vocab_size))
+            heads.append(_Head(chunk, loss, vocab_size))
     return KDHandle(heads)
 
 
 class _Head:
     """The two overridden methods of one chunk, its queue of targets and its sums."""
 
-    def __init__(self, chunk: Module, objective: KDObjective, loss: LossConfig, vocab_size: int | None) -> None:
+    def __init__(self, chunk: Module, loss: LossConfig, vocab_size: int | None) -> None:
         self.chunk = chunk
         self.queue: deque[_Targets] = deque()
         self.sums: dict[str, Tensor] = {}
-        self._objective, self._loss, self._vocab_size = objective, loss, vocab_size
+        self._loss, self._vocab_size = loss, vocab_size
         self._validated = False
         self._passing: Tensor | None = None  # the loss on its way from the output layer to the model's loss
         self._stock_forward = chunk.output_layer.forward
@@ -148,7 +141,7 @@ class _Head:
         targets, layer = self.queue.popleft(), self.chunk.output_layer
         head = (input_, layer.weight if weight is None else weight, targets.teacher)
         options: dict[str, Any] = {
-            "objective": self._objective,
+            "objective": self._loss.objective,
             "labels": targets.labels,
             "loss_mask": targets.loss_mask,
             "bias": None if layer.skip_bias_add else layer.bias,

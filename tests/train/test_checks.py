@@ -34,7 +34,7 @@ def _batch(shift=0, noise=0.0):
     label_logprob = (own * logprobs).sum(-1).where(own.any(-1), torch.tensor(-9.0).double()).float()
     teacher = TeacherTopK(ids.roll(shift, 1), (logprobs.half().float() + noise).roll(shift, 1))
     ones = torch.ones(1, S)
-    return Batch((7,), labels, labels, labels, ones, teacher, label_logprob, DocumentAttention())
+    return Batch((7,), labels, labels, labels, labels, ones, teacher, label_logprob, DocumentAttention())
 
 
 def test_targets_that_belong_to_the_labels_pass_after_rounding():
