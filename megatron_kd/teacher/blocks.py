@@ -16,7 +16,9 @@ from torch import Tensor
 from megatron_kd.cache import Manifest
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.teacher.engine import TeacherEngine
-from megatron_kd.teacher.topk import Targets, topk_targets
+from megatron_kd.teacher.sampling import sampled_targets, uniform_numbers
+from megatron_kd.teacher.targets import Targets, concatenated
+from megatron_kd.teacher.topk import topk_targets
 
 Arrays = dict[str, NDArray[np.generic]]
 
@@ -58,25 +60,30 @@ def compute_block(
     parts: list[Targets] = []
     for first in range(rows.start, rows.stop, manifest.micro_batch):
         batch = slice(first, min(first + manifest.micro_batch, rows.stop))
-        tokens = _tensor(samples.tokens[batch])
-        hidden = engine.hidden_states(tokens[:, :-1], _tensor(samples.segment[batch]))
-        targets = topk_targets(
-            hidden.flatten(0, 1),
-            engine.head,
-            tokens[:, 1:].flatten().to(hidden.device),
-            k=manifest.k,
-            vocab_size=manifest.vocab_size,
-            temperatures=manifest.temperatures,
-            chunk_tokens=chunk_tokens,
-        )
+        targets = _targets(engine, samples, batch, manifest, chunk_tokens)
         _require_finite(targets.logz, first, manifest)
-        parts.append(Targets(*(part.cpu().unflatten(0, (len(tokens), -1)) for part in targets)))
+        parts.append(Targets(*(part.cpu().unflatten(0, (-1, manifest.seq_length)) for part in targets)))
         if batch.stop == rows.stop:
-            whole = Targets(*(torch.cat(pieces) for pieces in zip(*parts)))
-            arrays |= {name: array.numpy() for name, array in whole._asdict().items()}
+            arrays |= {name: array.numpy() for name, array in concatenated(parts)._asdict().items()}
         learnt = _tensor(samples.loss_mask[batch]) != 0
         nll = -parts[-1].label_logprob[learnt]
         yield BlockResult(arrays, batch.stop - rows.start, nll.mean().item() if len(nll) else 0.0)
+
+
+def _targets(engine: TeacherEngine, samples: SampleSet, batch: slice, manifest: Manifest, chunk_tokens: int) -> Targets:
+    tokens = _tensor(samples.tokens[batch])
+    hidden = engine.hidden_states(tokens[:, :-1], _tensor(samples.segment[batch])).flatten(0, 1)
+    labels = tokens[:, 1:].flatten().to(hidden.device)
+    settings = {
+        "vocab_size": manifest.vocab_size,
+        "temperatures": manifest.temperatures,
+        "chunk_tokens": chunk_tokens,
+    }
+    if manifest.entries == "topk":
+        return topk_targets(hidden, engine.head, labels, k=manifest.k, **settings)
+    numbers = range(batch.start, batch.stop)
+    uniform = uniform_numbers(manifest.seed, numbers, manifest.seq_length, manifest.draws)
+    return sampled_targets(hidden, engine.head, labels, uniform.flatten(0, 1).to(hidden.device), **settings)
 
 
 def _tensor(array: NDArray[np.integer]) -> Tensor:

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from megatron_kd.teacher.engine import Head
-from megatron_kd.teacher.topk import VocabularyShard, targets_of_logits, topk_targets
+from megatron_kd.teacher.topk import targets_of_logits, topk_targets
+from megatron_kd.teacher.vocabulary import VocabularyShard
 
 
 def reference(logits, labels, k, temperatures=(1.0,)):
