@@ -1,9 +1,9 @@
 """Computing blocks one after the other, and the cache they go to.
 
-The ids of a cache are stored as ranks in a table by frequency, which is fixed before the first block is written. It is
-counted on the entries of block 0: counted on the text instead, ids cost a tenth more (SmolLM2, Python's documentation,
-K = 100: 167 bytes a position against 153), because most entries are words the text never uses. So the process that
-owns block 0 creates the cache once it has computed it; the others compute their first block meanwhile.
+The ids of a cache are stored as ranks in a table, which is fixed before the first block is written. It is made of the
+entries of block 0: a table of the text's own words costs a tenth more (SmolLM2, Python's documentation, K = 100, by
+frequency: 167 bytes a position for the ids against 153), because most entries are words the text never uses. So the
+process that owns block 0 creates the cache once it has computed it; the others compute their first block meanwhile.
 
 Collectives: none.
 """
@@ -14,14 +14,12 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import numpy as np
-
-from megatron_kd.cache import CacheWriter, Manifest, frequency_table
+from megatron_kd.cache import CacheWriter, Manifest, rank_table
 from megatron_kd.cache.layout import ROOT
 from megatron_kd.cache.store import open_store
 from megatron_kd.console import Console, duration
 from megatron_kd.data.samples import SampleSet
-from megatron_kd.teacher.blocks import compute_block
+from megatron_kd.teacher.blocks import Arrays, compute_block
 from megatron_kd.teacher.engine import TeacherEngine
 from megatron_kd.teacher.write_behind import WriteBehind
 
@@ -71,15 +69,16 @@ def fill(
                 seconds = (time.perf_counter() - started) / result.done * (total - result.done)
                 console.quantity("time left", duration(seconds), f"{speed * ranks:,.0f} tokens/s on {ranks} rank(s)")
                 if writer is None:
-                    writer = _create_or_await(url, manifest, block, result.arrays["ids"])
+                    writer = _create_or_await(url, manifest, block, result.arrays)
                 queue = stack.enter_context(WriteBehind(writer))
             queue.submit(block, result.arrays)
             done += result.done
 
 
-def _create_or_await(url: str, manifest: Manifest, block: int, ids: np.ndarray) -> CacheWriter:
+def _create_or_await(url: str, manifest: Manifest, block: int, arrays: Arrays) -> CacheWriter:
     if block == 0:
-        return CacheWriter.open_or_create(url, manifest, frequency_table(ids, manifest.vocab_size))
+        table = rank_table(arrays["tokens"], arrays["ids"], manifest.vocab_size)
+        return CacheWriter.open_or_create(url, manifest, table)
     while not _exists(url):
         time.sleep(_POLL_SECONDS)
     return CacheWriter.resume(url, manifest)

@@ -1,7 +1,8 @@
 """The `hf` engine: any transformers causal language model whose logits are its final hidden states times its head.
 
-Each rank holds a replica. Packed documents are told apart by positions that restart: given no mask and no key-value
-cache, transformers derives from them the block-diagonal mask of every kind of layer, sliding windows included.
+Each rank holds a replica: on its GPU, or, where there are more GPUs on the machine than ranks, split layer by layer
+over its share of them. Packed documents are told apart by positions that restart: given no mask and no key-value cache,
+transformers derives from them the block-diagonal mask of every kind of layer, sliding windows included.
 
 What a model really does is checked on a small input when it is loaded, not assumed from its name:
 a document packed behind another must have the hidden states it has alone, and the model's own logits must be
@@ -12,6 +13,7 @@ Collectives: none.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +37,41 @@ _PROBE_LENGTHS = (24, 16)  # two documents, packed
 _PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-class HfEngine:
-    """A transformers model on one device; see `TeacherEngine` for the members."""
+# Of a GPU's free memory, for weights; activations and one chunk of logits need the rest.
+_SHARE_OF_MEMORY = 0.8
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+
+class HfEngine:
+    """A transformers model; see `TeacherEngine` for the members."""
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_memory: dict[int | str, int] | None = None,
+    ) -> None:
         """Loads the model and checks it.
 
         Args:
             folder: configuration and safetensors.
             dtype: what to compute in.
-            device: where.
+            device: where, if it is one device.
+            max_memory: bytes of weights by device, to fill one after the other; None: all on `device`.
 
         Raises:
             ValueError: not a causal language model, or one whose logits or documents this engine cannot represent.
         """
+        placement: dict[str, Any] = {"device_map": "sequential", "max_memory": max_memory} if max_memory else {}
         try:
             with no_progress_bars():
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, **placement)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{folder}: transformers cannot load it as a causal language model: {error}") from error
-        self._model: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+        self._model: PreTrainedModel = (model if max_memory else model.to(device)).eval().requires_grad_(False)
         self._folder = folder
+        if any(parameter.is_meta for parameter in self._model.parameters()):
+            raise ValueError(f"{folder}: its weights do not fit the memory of {sorted(map(str, max_memory or {}))}")
         self.name = type(model).__name__
         self._refuse_logit_settings()
         projection = self._model.get_output_embeddings()
@@ -75,7 +91,7 @@ class HfEngine:
             attention_mask=None,
             use_cache=False,
         )
-        return output.last_hidden_state
+        return output.last_hidden_state.to(device)
 
     def _refuse_logit_settings(self) -> None:
         config = self._model.config.get_text_config()
@@ -111,3 +127,13 @@ class HfEngine:
         tolerance = _PROBE_TOLERANCE[self.dtype]
         if not difference <= tolerance:  # NaN too
             raise ValueError(f"{self._folder}: {self.name}: {problem} (relative difference {difference:.1e})")
+
+
+def gpu_share() -> dict[int | str, int] | None:
+    """Bytes of weights that each GPU of this process may hold, where it has several; None where it has one or none."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = torch.cuda.device_count() // ranks
+    if share < 2:
+        return None
+    first = int(os.environ.get("LOCAL_RANK", "0")) * share
+    return {gpu: int(torch.cuda.mem_get_info(gpu)[0] * _SHARE_OF_MEMORY) for gpu in range(first, first + share)}

@@ -57,10 +57,10 @@ def cache_teacher(config: RunConfig) -> str:
     _show_plan(config, manifest, missing, ranks, console)
     mine = [block for block in missing if block % ranks == rank]
     if mine:
-        from megatron_kd.teacher.hf import HfEngine  # seconds, which a run with nothing to do need not wait
+        from megatron_kd.teacher.hf import HfEngine, gpu_share  # seconds, which a run with nothing to do need not wait
 
         started = time.perf_counter()
-        engine = HfEngine(folder, platform.compute_dtype(config.teacher.dtype), platform.device())
+        engine = HfEngine(folder, platform.compute_dtype(config.teacher.dtype), platform.device(), gpu_share())
         _show_engine(engine, time.perf_counter() - started, console)
         chunk_tokens = config.teacher.chunk_tokens
         fill(

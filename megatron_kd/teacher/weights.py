@@ -68,7 +68,7 @@ def weights_hash(folder: Path) -> str:
         return f"revision:{folder.name}"
     if (folder / _ORIGIN).is_file():
         return f"gguf:{json.loads((folder / _ORIGIN).read_text(encoding='utf-8'))['xxh3_128']}"
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), folder / "config.json"])
+    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
     return f"files:{_file_hash(*files)}"
 
 

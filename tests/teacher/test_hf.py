@@ -5,8 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM, Cohere2Config, Gemma2Config, GPT2Config, MambaConfig, MistralConfig
 
 from megatron_kd.teacher.engine import positions_in_documents
-from megatron_kd.teacher.hf import HfEngine
-from tests.teacher.models import save_llama
+from megatron_kd.teacher.hf import HfEngine, gpu_share
+from megatron_kd.teacher.topk import topk_targets
+from tests.teacher.models import llama_config, save_llama
+from tools.allocator import measure
 
 CPU = torch.device("cpu")
 SEGMENT = torch.tensor([[0] * 9 + [1] + [2] * 14, [0] * 24])
@@ -64,6 +66,41 @@ def test_what_an_engine_says_of_itself(tmp_path):
     assert engine.head.bias is None
     assert (engine.vocabulary_rows, engine.dtype) == (300, torch.float32)
     assert engine.parameters == sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(tmp_path).parameters())
+
+
+def test_a_model_placed_by_memory_is_the_same_model(tmp_path):
+    """Through the placement that splits a model over GPUs; here the only device is the CPU."""
+    folder = save_llama(tmp_path)
+    tokens = torch.arange(24)[None].expand(2, -1) % 300
+    placed = HfEngine(folder, torch.float32, CPU, max_memory={"cpu": 1 << 30})
+    assert torch.equal(placed.hidden_states(tokens, SEGMENT), load(folder).hidden_states(tokens, SEGMENT))
+    with pytest.raises(ValueError, match=str(folder)):
+        HfEngine(folder, torch.float32, CPU, max_memory={"cpu": 1000})
+
+
+def test_gpus_are_shared_out_among_the_local_ranks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (1000 * (gpu + 1), 10_000))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert gpu_share() == {4: 4000, 5: 4800, 6: 5600, 7: 6400}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert gpu_share() is None
+
+
+def test_no_tensor_of_sequence_times_vocabulary_exists(tmp_path):
+    """128 positions in chunks of 8: the peak of engine and top-K together stays under a quarter of [S, V] floats."""
+    vocab_size, length = 20_000, 128
+    folder = save(tmp_path, llama_config(vocab_size))
+    engine = load(folder)
+    tokens = torch.arange(length + 1)[None]
+
+    def targets():
+        hidden = engine.hidden_states(tokens[:, :-1], torch.zeros(1, length).long())[0]
+        return topk_targets(hidden, engine.head, tokens[0, 1:], k=10, vocab_size=vocab_size, chunk_tokens=8)
+
+    targets()
+    assert measure(targets, CPU).peak < length * vocab_size * 4 / 4
 
 
 @pytest.mark.parametrize(

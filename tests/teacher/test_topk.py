@@ -7,6 +7,7 @@ import torch
 from megatron_kd.teacher.engine import Head
 from megatron_kd.teacher.topk import targets_of_logits, topk_targets
 from megatron_kd.teacher.vocabulary import VocabularyShard
+from tools.allocator import measure
 
 
 def reference(logits, labels, k, temperatures=(1.0,)):
@@ -104,6 +105,28 @@ def test_projection_in_chunks_of_any_size(dtype):
         targets = topk_targets(hidden, Head(weight, bias), labels, k=20, vocab_size=vocab_size, chunk_tokens=chunk)
         # fp32 GEMMs of different shapes sum the 24 products in different orders.
         require_equal(targets, expected, rounding=2e-5 if dtype == torch.float32 else 5e-7)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "chunk"), [(20_000, 64), pytest.param(201_088, 256, marks=pytest.mark.full)], ids=["small", "large"]
+)
+def test_peak_memory_is_one_chunk_whatever_the_number_of_positions(vocab_size, chunk):
+    """The chunk; then its scratch (64 MiB at most) or 48 bytes a candidate, whichever is more; and the results twice,
+    while they are joined. So 32,768 positions of 201,088 columns at K = 100, 512 at a time, need half a GiB.
+    """
+    k = 100
+    head, results = Head(torch.randn(vocab_size, 16)), 2 * (8 * k + 12)
+    peaks = []
+    for count in (2 * chunk, 4 * chunk):
+        hidden, labels = torch.randn(count, 16), torch.zeros(count, dtype=torch.long)
+
+        def targets(hidden=hidden, labels=labels):
+            return topk_targets(hidden, head, labels, k=k, vocab_size=vocab_size, chunk_tokens=chunk)
+
+        peaks.append(measure(targets, torch.device("cpu")).peak - count * results)
+    assert peaks[1] <= peaks[0] + (1 << 16)
+    logits, candidates = chunk * vocab_size * 4, chunk * 32 * k
+    assert peaks[1] <= logits + max(min(logits, 64 << 20), 48 * candidates) + (1 << 20)
 
 
 def test_bad_arguments_are_named():
