@@ -7,6 +7,8 @@ shift by one position, other text or another teacher breaks that equality almost
 
 from __future__ import annotations
 
+import torch
+
 from megatron_kd.cache import Manifest
 from megatron_kd.config import RunConfig
 from megatron_kd.data.dataset import Batch
@@ -53,28 +55,31 @@ def check_cache(manifest: Manifest, config: RunConfig, weights: HfWeights) -> No
         raise ValueError(f"loss.kind = {loss.kind!r}; {url} holds sampled entries, which need 'renormalized'")
 
 
-def check_first_batch(batch: Batch, config: RunConfig) -> None:
+def check_first_batch(batch: Batch, config: RunConfig, manifest: Manifest) -> None:
     """Looks at the values of the first micro-batch, which costs a device synchronisation and is done once.
+
+    A label among the entries must have the log-probability stored for it; one that is not can be no more probable
+    than the least of them. Sampled entries carry frequencies, of which neither can be said.
 
     Raises:
         ValueError: targets that do not belong to the labels, with the numbers.
     """
-    teacher = batch.teacher
-    if config.loss.temperature != 1.0:  # the label's is stored at temperature 1 only
+    if config.loss.temperature != 1.0 or manifest.entries == "sampled":  # the label's is stored at temperature 1 only
         return
-    holds_label = (teacher.ids == batch.labels[..., None]) & (batch.loss_mask[..., None] != 0)
-    entry = teacher.logprobs.masked_fill(~holds_label, 0).sum(-1)
-    found = holds_label.any(-1)
-    if not bool(found.any()):
+    ids, logprobs, _ = batch.teacher
+    is_label = ids == batch.labels[..., None]
+    least = logprobs.masked_fill(ids < 0, torch.inf).amin(-1)
+    entry = torch.where(is_label, logprobs, -torch.inf).amax(-1)
+    differs = torch.where(
+        is_label.any(-1),
+        (entry - batch.label_logprob).abs() > _ROUNDING,
+        batch.label_logprob > least + _ROUNDING,
+    )
+    counted = batch.loss_mask != 0
+    wrong, checked = int((differs & counted).sum()), int(counted.sum())
+    if wrong:
         raise ValueError(
-            f"none of {found.numel()} labels of samples {batch.samples} is among the teacher's {teacher.ids.shape[-1]} "
-            f"entries: the targets in {config.cache_url} do not belong to this text"
-        )
-    difference = (entry - batch.label_logprob).abs()[found]
-    wrong = difference > _ROUNDING
-    if bool(wrong.any()):
-        raise ValueError(
-            f"{int(wrong.sum())} of {int(found.sum())} labels of samples {batch.samples} have another log-probability "
-            f"among the teacher's entries than was stored for them (largest difference {float(difference.max()):.3f}): "
-            f"the targets in {config.cache_url} are shifted, or belong to other text or another teacher"
+            f"{wrong} of {checked} labels of samples {batch.samples} do not have the log-probability that was stored "
+            f"for them among the teacher's entries: the targets in {config.cache_url} are shifted, or belong to other "
+            "text or another teacher"
         )

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron_kd import platform
-from megatron_kd.cache import TeacherCache
+from megatron_kd.cache import Manifest, TeacherCache
 from megatron_kd.config import RunConfig
 from megatron_kd.console import Console, byte_count
 from megatron_kd.data.dataset import Batch, BatchLoader
@@ -80,17 +80,19 @@ def distill(config: RunConfig) -> Path:
         packed=platform.has_transformer_engine(),
     )
     try:
-        _train(console, config, student, loader, done)
+        _train(console, config, student, loader, cache.manifest, done)
     finally:
         loader.close()
         console.close()
     return _last(config)
 
 
-def _train(console: Console, config: RunConfig, student: Student, loader: BatchLoader, done: int) -> None:
+def _train(
+    console: Console, config: RunConfig, student: Student, loader: BatchLoader, manifest: Manifest, done: int
+) -> None:
     last = min(config.train.steps, config.train.stop_after or config.train.steps)
     stop = _StopRequest()
-    batches = _checked(loader, config, student)
+    batches = _checked(loader, config, manifest)
     writer = SummaryWriter(str(Path(config.run_dir) / "tensorboard")) if console.active else None
     with console.progress("distill", config.train.steps, "step") as progress:
         for step in range(done + 1, last + 1):
@@ -173,10 +175,10 @@ def _sum_over_ranks(student: Student, logged: torch.Tensor, stop: bool) -> dict[
     return dict(zip(_METRICS, values.tolist()))
 
 
-def _checked(loader: BatchLoader, config: RunConfig, student: Student) -> Iterator[Batch]:
+def _checked(loader: BatchLoader, config: RunConfig, manifest: Manifest) -> Iterator[Batch]:
     """The loader's batches; the first one is looked at before anything is trained on it."""
     first = next(loader)
-    check_first_batch(first, config)
+    check_first_batch(first, config, manifest)
     yield first
     yield from loader
 

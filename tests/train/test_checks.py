@@ -1,6 +1,7 @@
 """A cache that does not fit the run is found out before the first step."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,38 +23,48 @@ CONFIG = RunConfig(
     cache=CacheConfig(url="a-cache"),
     loss=LossConfig(),
 )
+TOPK = SimpleNamespace(entries="topk")
 V, K, S = 50, 12, 40
 
 
 def _batch(shift=0, noise=0.0):
     random = torch.Generator().manual_seed(0)
-    logprobs, ids = (3 * torch.randn(1, S, V, generator=random)).log_softmax(-1).topk(K)
-    # Half of the labels are among the entries, as for a decent teacher, half are not.
+    everything = (3 * torch.randn(1, S, V, generator=random)).log_softmax(-1)
+    logprobs, ids = everything.topk(K)
+    # Half of the labels are among the entries, as for a decent teacher; of the others some may be by chance.
     labels = torch.where(torch.arange(S) % 2 == 0, ids[..., 3], torch.randint(0, V, (1, S), generator=random))
-    own = (ids == labels[..., None]).double()
-    label_logprob = (own * logprobs).sum(-1).where(own.any(-1), torch.tensor(-9.0).double()).float()
+    label_logprob = everything.gather(-1, labels[..., None])[..., 0]
     teacher = TeacherTopK(ids.roll(shift, 1), (logprobs.half().float() + noise).roll(shift, 1))
     ones = torch.ones(1, S)
     return Batch((7,), labels, labels, labels, labels, ones, teacher, label_logprob, DocumentAttention())
 
 
 def test_targets_that_belong_to_the_labels_pass_after_rounding():
-    check_first_batch(_batch(), CONFIG)
+    check_first_batch(_batch(), CONFIG, TOPK)
 
 
 @pytest.mark.parametrize("damage", [{"shift": 1}, {"shift": -1}, {"noise": 0.2}])
 def test_shifted_targets_and_another_teachers_are_refused_with_the_numbers(damage):
-    with pytest.raises(ValueError, match=r"\d+ of \d+ labels of samples \(7,\) .* a-cache are shifted"):
-        check_first_batch(_batch(**damage), CONFIG)
+    with pytest.raises(ValueError, match=r"\d+ of 40 labels of samples \(7,\) .* a-cache are shifted"):
+        check_first_batch(_batch(**damage), CONFIG, TOPK)
 
 
-def test_targets_of_other_text_altogether_are_refused():
+def test_targets_of_other_text_are_refused_though_no_label_is_among_them():
     batch = _batch()
-    teacher = TeacherTopK(torch.full_like(batch.teacher.ids, V - 1), batch.teacher.logprobs)
-    labels = torch.zeros_like(batch.labels)
-    foreign = Batch(**{**vars(batch), "teacher": teacher, "labels": labels})
-    with pytest.raises(ValueError, match="none of 40 labels"):
-        check_first_batch(foreign, CONFIG)
+    entries = TeacherTopK(torch.full_like(batch.teacher.ids, V - 1), batch.teacher.logprobs)
+    foreign = replace(batch, teacher=entries, labels=torch.zeros_like(batch.labels))
+    with pytest.raises(ValueError, match="of 40 labels"):
+        check_first_batch(foreign, CONFIG, TOPK)
+
+
+def test_masked_positions_and_a_teacher_that_never_names_the_label_pass():
+    """A label outside the entries is fine as long as it is less probable than all of them."""
+    batch = _batch()
+    half = (torch.arange(S) < S // 2).float()[None]
+    broken = torch.where(half[..., None] > 0, batch.teacher.logprobs, 0.0)
+    check_first_batch(replace(batch, teacher=TeacherTopK(batch.teacher.ids, broken), loss_mask=half), CONFIG, TOPK)
+    absent = replace(batch, labels=torch.full_like(batch.labels, -5), label_logprob=torch.full((1, S), -30.0))
+    check_first_batch(absent, CONFIG, TOPK)
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -99,3 +102,62 @@ def test_a_failing_rank_ends_the_job(config, tmp_path):
                cache__url=config.parent / "run/teacher.zarr")  # fmt: skip
     assert done.returncode != 0
     assert done.stderr.count("error: ") == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks_and_leaves_checkpoints_to_resume_from(config, tmp_path, how):
+    """Ctrl-C reaches every process of the terminal's group; schedulers signal the launcher."""
+    settings = {
+        "run_dir": tmp_path,
+        "cache__url": config.parent / "run/teacher.zarr",
+        "train__steps": 400,
+        "train__checkpoint_interval": 2,
+    }
+    job = start("launch/distill.py", ranks=2, config=config, **settings)
+    deadline = time.monotonic() + 120
+    while len(list((tmp_path / "checkpoints").glob("step_*[0-9]"))) < 2:
+        assert time.monotonic() < deadline
+        assert job.poll() is None
+        time.sleep(0.2)
+    if how == signal.SIGINT:
+        os.killpg(job.pid, how)
+    else:
+        job.send_signal(how)
+    job.communicate(timeout=60)
+    assert job.returncode != 0
+    assert not any(is_alive(pid) for pid in processes_of_group(job.pid))
+    reached = max(losses(tmp_path))
+    assert reached < 400
+    resumed = run("launch/distill.py", ranks=2, config=config, train__stop_after=reached + 3, **settings)
+    assert "resumed from" in resumed.stderr
+    assert max(losses(tmp_path)) == reached + 3
+
+
+def start(*command, ranks, config, **overrides):
+    """As `run`, but without waiting, in a process group of its own."""
+    arguments = [f"--{key.replace('__', '.')}={value}" for key, value in overrides.items()]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.Popen(
+        ["torchrun", "--standalone", f"--nproc-per-node={ranks}", *command, "--config", str(config), *arguments],
+        cwd=ROOT, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def processes_of_group(group):
+    return [process.pid for process in psutil.process_iter() if _group(process.pid) == group]
+
+
+def _group(pid):
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
