@@ -24,6 +24,7 @@ class Allocations:
     """What a function allocated beyond what existed before it."""
 
     peak: int  # bytes
+    kept: int  # bytes still allocated while the result is alive
     largest: list[int] = field(default_factory=list)  # single allocations, largest first; not known on CUDA
 
 
@@ -32,15 +33,18 @@ def measure(function: Callable[[], object], device: torch.device) -> Allocations
     if device.type == "meta":
         with _LiveStorages() as live:
             result = function()
+            kept = live.now
         del result
-        return Allocations(live.peak, sorted(live.sizes, reverse=True))
+        return Allocations(live.peak, kept, sorted(live.sizes, reverse=True))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        function()
+        result = function()
         torch.cuda.synchronize(device)
-        return Allocations(torch.cuda.max_memory_allocated(device) - before)
+        kept = torch.cuda.memory_allocated(device) - before
+        del result
+        return Allocations(torch.cuda.max_memory_allocated(device) - before, kept)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = function()
     del result
@@ -50,7 +54,7 @@ def measure(function: Callable[[], object], device: torch.device) -> Allocations
     for size in sizes:
         now += size
         peak = max(peak, now)
-    return Allocations(peak, sorted((size for size in sizes if size > 0), reverse=True))
+    return Allocations(peak, now, sorted((size for size in sizes if size > 0), reverse=True))
 
 
 class _LiveStorages(TorchDispatchMode):
