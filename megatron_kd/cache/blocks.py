@@ -8,10 +8,9 @@ What is checked where:
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 
@@ -34,7 +33,7 @@ class BlockStore:
         self.store = store
         if store.read(ROOT) is None:
             raise CacheError(f"{store.url} holds no teacher cache ({ROOT} is missing): check the path, or make one")
-        documents = {key: store.read(key) for key in METADATA_KEYS}
+        documents = dict(zip(METADATA_KEYS, store.read_many(METADATA_KEYS)))
         parsed = check_metadata(documents)
         self.manifest = Manifest.from_attributes(parsed[ROOT]["attributes"])
         self.specs = block_arrays(self.manifest)
@@ -43,8 +42,7 @@ class BlockStore:
             {name: self._decoders[name].chunk(documents[key] or b"") for name, key in TABLE_KEYS.items()},
             self.manifest.vocab_size,
         )
-        self._indexes: OrderedDict[int, dict[str, np.ndarray]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._index = lru_cache(_INDEXES_KEPT)(self._read_index)
 
     def commits(self, blocks: Sequence[int]) -> list[int]:
         """Commit words of some blocks; 0 where a word was not written. Raises where one is damaged."""
@@ -58,7 +56,7 @@ class BlockStore:
 
     def missing(self) -> list[int]:
         """Blocks without a readable commit word or without one of their objects, in ascending order."""
-        present = {name: set(self.store.list(name)) for name in (*BLOCK_ARRAYS, COMMIT)}
+        present = {name: set(self.store.sizes(name)) for name in (*BLOCK_ARRAYS, COMMIT)}
         return [index for index in range(self.manifest.blocks) if not self._is_committed(index, present)]
 
     def block(self, index: int) -> Stored:
@@ -67,8 +65,7 @@ class BlockStore:
         rows = self.manifest.rows(index)
         keys = block_keys(self.manifest, index)
         stored: Stored = {}
-        for spec in self.specs:
-            data = self.store.read(keys[spec.name])
+        for spec, data in zip(self.specs, self.store.read_many([keys[spec.name] for spec in self.specs])):
             with self._naming(index, spec.name):
                 stored[spec.name] = self._decoders[spec.name].shard(_there(data), rows.stop - rows.start)
         found = commit_word(index, stored, self.specs)
@@ -106,7 +103,7 @@ class BlockStore:
     def leftovers(self) -> list[str]:
         """Keys of files that a killed writer left incomplete."""
         folders = [*self._decoders, ""]
-        names = [f"{folder}/{name}".lstrip("/") for folder in folders for name in self.store.list(folder)]
+        names = [f"{folder}/{name}".lstrip("/") for folder in folders for name in self.store.sizes(folder)]
         return sorted(name for name in names if name.endswith(PARTIAL))
 
     def _is_committed(self, index: int, present: dict[str, set[str]]) -> bool:
@@ -126,23 +123,19 @@ class BlockStore:
             )
         return word
 
-    def _index(self, index: int) -> dict[str, np.ndarray]:
-        """Where the samples of a committed block lie in its objects; kept for the blocks used last."""
-        with self._lock:
-            found = self._indexes.pop(index, None)
-        if found is None:
-            self._require_commit(index)
-            keys, rows = block_keys(self.manifest, index), self.manifest.rows(index)
-            heads = self.store.read_ranges([(keys[s.name], 0, self._decoders[s.name].index_bytes) for s in self.specs])
-            found = {}
-            for spec, head in zip(self.specs, heads):
-                with self._naming(index, spec.name):
-                    found[spec.name] = self._decoders[spec.name].index(_there(head), rows.stop - rows.start)
-        with self._lock:
-            self._indexes[index] = found
-            if len(self._indexes) > _INDEXES_KEPT:
-                self._indexes.popitem(last=False)
+    def _read_index(self, index: int) -> dict[str, np.ndarray]:
+        """Where the samples of a committed block lie in its objects."""
+        self._require_commit(index)
+        keys, rows = block_keys(self.manifest, index), self.manifest.rows(index)
+        heads = self.store.read_ranges([(keys[s.name], 0, self._decoders[s.name].index_bytes) for s in self.specs])
+        found = {}
+        for spec, head in zip(self.specs, heads):
+            with self._naming(index, spec.name):
+                found[spec.name] = self._decoders[spec.name].index(_there(head), rows.stop - rows.start)
         return found
+
+    def __reduce__(self) -> tuple[type[BlockStore], tuple[ObjectStore]]:
+        return BlockStore, (self.store,)
 
     @contextmanager
     def _naming(self, index: int, array: str) -> Iterator[None]:

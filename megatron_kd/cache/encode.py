@@ -22,6 +22,7 @@ from collections.abc import Mapping
 import numpy as np
 import xxhash
 
+from megatron_kd.cache.codecs import preset
 from megatron_kd.cache.ranks import RankCoder
 from megatron_kd.cache.schema import ArraySpec, Manifest, block_arrays
 
@@ -47,7 +48,7 @@ def encode_block(
     """
     rows = manifest.rows(index)
     arrays = _take(manifest, index, rows.stop - rows.start, targets)
-    ids, magnitude = sort_entries(arrays["ids"], arrays["logprobs"])
+    ids, magnitude = sort_entries(arrays["ids"], arrays["logprobs"], preset(manifest.codecs).mantissa_bits)
     step = np.diff(magnitude, axis=-1, prepend=np.uint16(0))
     stored = {
         "tokens": arrays["tokens"],
@@ -62,14 +63,22 @@ def encode_block(
     return {spec.name: np.ascontiguousarray(stored[spec.name], spec.dtype) for spec in block_arrays(manifest)}
 
 
-def sort_entries(ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def sort_entries(ids: np.ndarray, logprobs: np.ndarray, mantissa_bits: int = 10) -> tuple[np.ndarray, np.ndarray]:
     """Entries by falling float16 log-prob, ties by lowest id, absent ones last.
+
+    Args:
+        ids: [..., K], −1 = absent.
+        logprobs: [..., K], at most 0.
+        mantissa_bits: how many of float16's ten bits to keep, rounding to nearest.
 
     Returns:
         ids int32, and the bits of float16(−logprob) as uint16, both in the shape given.
     """
     present = ids >= 0
     magnitude = _half(np.where(present, -np.minimum(logprobs, 0), np.inf)).view(np.uint16) & 0x7FFF
+    dropped = 10 - mantissa_bits
+    if dropped:
+        magnitude = (magnitude + np.uint16(1 << (dropped - 1))) >> dropped << dropped
     # One integer sorts by both: magnitude above, id below. An absent id becomes the largest 32-bit number.
     key = (magnitude.astype(np.int64) << 32) | ids.astype(np.uint32)
     key.sort(axis=-1)
@@ -88,6 +97,30 @@ def decode_logprobs(planes: np.ndarray, out: np.ndarray) -> None:
     out *= np.float32(-(2.0**112))
     if (bits[:, -1] >= _INFINITY_BITS).any():  # the entries fall: the last is the first to reach it
         out[bits >= _INFINITY_BITS] = -np.inf
+
+
+def merge_draws(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sampled entries from independent draws: each id once, weighted by how often it was drawn.
+
+    The weights sum to 1, and their mean over draws is the teacher's probability: entries of `entries="sampled"`.
+
+    Args:
+        draws: ids [..., D] drawn from the teacher's distribution, at temperature 1.
+
+    Returns:
+        ids int32 [..., D], −1 where a draw repeated another; log(count/D) float32 [..., D], −inf there. Pass them to
+        `write_block` with tail_logprob −inf.
+    """
+    ordered = np.sort(draws, axis=-1)
+    number = ordered.shape[-1]
+    first = np.concatenate([np.ones_like(ordered[..., :1], bool), ordered[..., 1:] != ordered[..., :-1]], axis=-1)
+    # An id's count is the distance to the next first occurrence, or to the end.
+    place = np.where(first, np.arange(number), number)
+    following = np.minimum.accumulate(place[..., ::-1], axis=-1)[..., ::-1]
+    next_first = np.concatenate([following[..., 1:], np.full_like(following[..., :1], number)], axis=-1)
+    count = np.where(first, next_first - np.arange(number), 0)
+    with np.errstate(divide="ignore"):
+        return np.where(first, ordered, -1).astype(np.int32), np.log(count / number).astype(np.float32)
 
 
 def commit_word(index: int, stored: Mapping[str, np.ndarray], specs: tuple[ArraySpec, ...]) -> int:

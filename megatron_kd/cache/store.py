@@ -10,14 +10,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
 
 Url = str | os.PathLike[str]
+_S3_PATIENCE = {"connect_timeout": 5, "retries": {"max_attempts": 3, "mode": "standard"}}
 PARTIAL = ".partial"  # suffix of a file that is not complete; a killed writer may leave one
 
 
@@ -29,17 +33,23 @@ class ObjectStore(Protocol):
     def read(self, key: str) -> bytes | None:
         """The whole object."""
 
+    def read_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Several whole objects, together where that is faster."""
+
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
         """Bytes [start, stop) of several objects, together where that is faster."""
 
     def write(self, key: str, data: bytes) -> None:
         """Create or replace one object, atomically."""
 
+    def write_many(self, objects: Mapping[str, bytes]) -> None:
+        """Write several objects, in no order that one may rely on."""
+
     def delete(self, key: str) -> None:
         """Remove one object; it need not exist."""
 
-    def list(self, folder: str) -> list[str]:
-        """Names of the objects directly in a folder, partial ones included; empty where there is none."""
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Names and lengths of the objects directly in a folder, partial ones included; empty where there is none."""
 
 
 def open_store(url: Url, storage_options: Mapping[str, Any] | None = None) -> ObjectStore:
@@ -63,6 +73,9 @@ class LocalStore:
             return Path(self.url, key).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def read_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self.read(key) for key in keys]
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
         found: list[bytes | None] = []
@@ -92,14 +105,19 @@ class LocalStore:
             Path(partial).unlink(missing_ok=True)
             raise
 
+    def write_many(self, objects: Mapping[str, bytes]) -> None:
+        for key, data in objects.items():
+            self.write(key, data)
+
     def delete(self, key: str) -> None:
         Path(self.url, key).unlink(missing_ok=True)
 
-    def list(self, folder: str) -> list[str]:
+    def sizes(self, folder: str) -> dict[str, int]:
         try:
-            return os.listdir(os.path.join(self.url, folder))
+            with os.scandir(os.path.join(self.url, folder)) as entries:
+                return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return {}
 
 
 class RemoteStore:
@@ -109,38 +127,57 @@ class RemoteStore:
         self.url = url.rstrip("/")
         # A listing kept from before would hide what other writers have done since.
         self._options = {"use_listings_cache": False, **storage_options}
+        if url.startswith(("s3://", "s3a://")):
+            # A server that is gone is reported within seconds; the default goes on for minutes.
+            self._options.setdefault("config_kwargs", _S3_PATIENCE)
         self._connect()
 
     def read(self, key: str) -> bytes | None:
-        try:
-            return self._filesystem().cat_file(self._path(key))
-        except FileNotFoundError:
-            return None
+        with self._connection() as fs:
+            try:
+                return fs.cat_file(self._path(key))
+            except FileNotFoundError:
+                return None
+
+    def read_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        if len(keys) < 2:
+            return [self.read(key) for key in keys]
+        paths = [self._path(key) for key in keys]
+        with self._connection() as fs:
+            found = fs.cat(paths, on_error="return")
+            return [self._found(found[path]) for path in paths]
 
     def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
-        found = self._filesystem().cat_ranges(
-            [self._path(key) for key, _, _ in ranges],
-            [start for _, start, _ in ranges],
-            [stop for _, _, stop in ranges],
-            on_error="return",
-        )
-        for item in found:
-            if isinstance(item, Exception) and not isinstance(item, FileNotFoundError):
-                raise item
-        return [None if isinstance(item, Exception) else item for item in found]
+        paths, starts, stops = [self._path(key) for key, _, _ in ranges], [r[1] for r in ranges], [r[2] for r in ranges]
+        with self._connection() as fs:
+            return [self._found(item) for item in fs.cat_ranges(paths, starts, stops, on_error="return")]
 
     def write(self, key: str, data: bytes) -> None:
-        self._filesystem().pipe_file(self._path(key), data)
+        self.write_many({key: data})
+
+    def write_many(self, objects: Mapping[str, bytes]) -> None:
+        with self._connection() as fs:
+            fs.pipe({self._path(key): data for key, data in objects.items()})
 
     def delete(self, key: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._filesystem().rm_file(self._path(key))
+        with self._connection() as fs, contextlib.suppress(FileNotFoundError):
+            fs.rm_file(self._path(key))
 
-    def list(self, folder: str) -> list[str]:
-        try:
-            return [os.path.basename(name) for name in self._filesystem().ls(self._path(folder), detail=False)]
-        except FileNotFoundError:
-            return []
+    def sizes(self, folder: str) -> dict[str, int]:
+        with self._connection() as fs:
+            try:
+                found = fs.ls(self._path(folder), detail=True)
+            except FileNotFoundError:
+                return {}
+        return {os.path.basename(item["name"]): item["size"] for item in found if item["type"] == "file"}
+
+    @staticmethod
+    def _found(item: bytes | Exception) -> bytes | None:
+        if isinstance(item, FileNotFoundError):
+            return None
+        if isinstance(item, Exception):
+            raise item
+        return item
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -149,8 +186,73 @@ class RemoteStore:
         self._fs, self._root = fsspec.url_to_fs(self.url, **self._options)
         self._process = os.getpid()
 
-    def _filesystem(self) -> fsspec.AbstractFileSystem:
+    @contextmanager
+    def _connection(self) -> Iterator[fsspec.AbstractFileSystem]:
+        """The file system; whatever goes wrong with it becomes an `OSError` that names the place."""
         # A connection does not survive fork: a child makes its own.
         if self._process != os.getpid():
             self._connect()
-        return self._fs
+        try:
+            yield self._fs
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{self.url}: {error}") from error
+
+
+class HeldStore:
+    """Another store, of whose objects those read in ranges are fetched whole and held in memory, up to some bytes.
+
+    Far away, one whole block is cheaper than a dozen ranges for every sample of it.
+
+    Args:
+        store: where the objects are.
+        limit: bytes to hold; the objects used least recently go first.
+    """
+
+    def __init__(self, store: ObjectStore, limit: int) -> None:
+        self.url = store.url
+        self._store, self._limit = store, limit
+        self._held: OrderedDict[str, bytes] = OrderedDict()
+        self._start()
+
+    def read(self, key: str) -> bytes | None:
+        return self._store.read(key)
+
+    def read_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        return self._store.read_many(keys)
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes | None]:
+        if self._process != os.getpid():  # a fork may have copied the lock while it was taken
+            self._start()
+        wanted = dict.fromkeys(key for key, _, _ in ranges)
+        with self._lock:
+            found = {key: self._held[key] for key in wanted if key in self._held}
+        absent = [key for key in wanted if key not in found]
+        fetched = {key: data for key, data in zip(absent, self._store.read_many(absent)) if data is not None}
+        found |= fetched
+        with self._lock:
+            for key, data in found.items():
+                self._held[key] = data
+                self._held.move_to_end(key)
+            while sum(map(len, self._held.values())) > self._limit:
+                self._held.popitem(last=False)
+        return [found[key][start:stop] if key in found else None for key, start, stop in ranges]
+
+    def write(self, key: str, data: bytes) -> None:
+        self._store.write(key, data)
+
+    def write_many(self, objects: Mapping[str, bytes]) -> None:
+        self._store.write_many(objects)
+
+    def delete(self, key: str) -> None:
+        self._store.delete(key)
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        return self._store.sizes(folder)
+
+    def _start(self) -> None:
+        self._lock, self._process = threading.Lock(), os.getpid()
+
+    def __reduce__(self) -> tuple[type[HeldStore], tuple[ObjectStore, int]]:
+        return HeldStore, (self._store, self._limit)

@@ -57,14 +57,19 @@ class CacheWriter:
                 of the cache's bytes, so it must follow from the data, not from which process came first.
             storage_options: passed to fsspec.
         """
-        store = open_store(url, storage_options)
-        if store.read(ROOT) is not None:
+        if cls.exists(url, storage_options):
             raise CacheExists(f"{url} already holds a cache: resume it, or choose another place")
         table = table if isinstance(table, RankTable) else RankTable.without_contexts(table)
         table.check(manifest.vocab_size)
+        store = open_store(url, storage_options)
         for key, data in BlockEncoder(manifest, table).metadata.items():
             store.write(key, data)
         return cls.resume(url, manifest, storage_options)
+
+    @staticmethod
+    def exists(url: Url, storage_options: Mapping[str, Any] | None = None) -> bool:
+        """Whether there is a cache, complete or not."""
+        return open_store(url, storage_options).read(ROOT) is not None
 
     @classmethod
     def resume(cls, url: Url, manifest: Manifest, storage_options: Mapping[str, Any] | None = None) -> CacheWriter:
@@ -91,7 +96,7 @@ class CacheWriter:
         Those that find nothing write the same bytes, and the group's zarr.json, whose presence makes the cache
         exist, comes last; only `created` may differ between them.
         """
-        if open_store(url, storage_options).read(ROOT) is None:
+        if not cls.exists(url, storage_options):
             with contextlib.suppress(CacheExists):  # another process was faster
                 return cls.create(url, manifest, table, storage_options)
         return cls.resume(url, manifest, storage_options)
@@ -112,9 +117,10 @@ class CacheWriter:
         encoded = self._encoder.encode(index, stored, word)
         keys = block_keys(self.manifest, index)
         # A block that is written again must not look committed while its objects are replaced.
-        self._blocks.store.delete(keys[COMMIT])
-        for key in keys.values():
-            self._blocks.store.write(key, encoded[key])
+        store = self._blocks.store
+        store.delete(keys[COMMIT])
+        store.write_many({key: encoded[key] for name, key in keys.items() if name != COMMIT})
+        store.write(keys[COMMIT], encoded[keys[COMMIT]])
 
 
 def _check_codecs(encoder: BlockEncoder) -> None:
