@@ -30,7 +30,7 @@ def main(config: RunConfig) -> Path:
     from megatron_kd.loss import fused_linear_kl
     from megatron_kd.student.hf_weights import HfWeights, save_hf
     from megatron_kd.teacher.engine import positions_in_documents
-    from megatron_kd.teacher.hf import load_causal_lm
+    from megatron_kd.teacher.hf import HfEngine
     from megatron_kd.teacher.weights import resolve_model
     from megatron_kd.train.checks import check_cache, check_first_batch
 
@@ -44,8 +44,8 @@ def main(config: RunConfig) -> Path:
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
     with tempfile.TemporaryDirectory() as folder:
         save_hf(Path(folder) / "student", weights.config, weights, companions=weights.folder)
-        model, head = load_causal_lm(Path(folder) / "student", dtype, device)
-    model.train().requires_grad_(True)
+        engine = HfEngine(Path(folder) / "student", dtype, device)  # refuses what is not hidden · weightᵀ
+    model, head = engine.model.train().requires_grad_(True), engine.head
 
     settings, train = config.optimizer, config.train
     optimizer = torch.optim.AdamW(

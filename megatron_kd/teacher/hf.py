@@ -68,16 +68,20 @@ class HfEngine:
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, use_safetensors=True, **placement)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"{folder}: transformers cannot load it as a causal language model: {error}") from error
-        self._model: PreTrainedModel = (model if max_memory else model.to(device)).eval().requires_grad_(False)
+        self.model: PreTrainedModel = (model if max_memory else model.to(device)).eval().requires_grad_(False)
         self._folder = folder
-        if any(parameter.is_meta for parameter in self._model.parameters()):
+        if any(parameter.is_meta for parameter in self.model.parameters()):
             raise ValueError(f"{folder}: its weights do not fit the memory of {sorted(map(str, max_memory or {}))}")
         self.name = type(model).__name__
         self._refuse_logit_settings()
-        projection = self._model.get_output_embeddings()
+        projection = self.model.get_output_embeddings()
+        if type(projection) is not torch.nn.Linear:  # an adapter around it would be trained past, or computed without
+            raise ValueError(
+                f"{folder}: the head of {self.name} is a {type(projection).__name__}; a plain Linear is needed"
+            )
         self.head = Head(projection.weight, getattr(projection, "bias", None))
         self.dtype = dtype
-        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.vocabulary_rows = self.head.weight.shape[0]
         self._check()
 
@@ -85,7 +89,7 @@ class HfEngine:
     def hidden_states(self, tokens: Tensor, segment: Tensor) -> Tensor:
         """[b, S, D] final hidden states of tokens [b, S] with document numbers [b, S]."""
         device = self.head.weight.device
-        output = self._model.base_model(
+        output = self.model.base_model(
             input_ids=tokens.to(device),
             position_ids=positions_in_documents(segment.to(device)),
             attention_mask=None,
@@ -94,7 +98,7 @@ class HfEngine:
         return output.last_hidden_state.to(device)
 
     def _refuse_logit_settings(self) -> None:
-        config = self._model.config.get_text_config()
+        config = self.model.config.get_text_config()
         for setting, unused in _LOGIT_SETTINGS.items():
             value = getattr(config, setting, unused)
             if value not in (unused, None):
@@ -115,7 +119,7 @@ class HfEngine:
             packed, alone, "a document packed behind another differs from the same document alone: documents are "
             "not isolated; a model whose attention honours position_ids is needed"
         )  # fmt: skip
-        logits = self._model(input_ids=second.to(alone.device), use_cache=False).logits
+        logits = self.model(input_ids=second.to(alone.device), use_cache=False).logits
         projected = torch.nn.functional.linear(alone, self.head.weight, self.head.bias)
         self._require_close(
             projected, logits, "its logits are not hidden · weightᵀ + bias of its output embedding; "

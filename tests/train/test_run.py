@@ -96,6 +96,20 @@ def test_the_students_export_and_evaluation(config):
     assert (folder / "run/loss.png").stat().st_size > 1000
 
 
+def test_the_way_without_megatron_trains_the_same_student(config):
+    """transformers and Megatron-Core compute the same model: the first step's losses agree to fp32 rounding."""
+    folder = config.parent
+    settings = {"cache__url": folder / "run/teacher.zarr", "train__steps": 6}
+    done = run("launch/distill_hf.py", config=config, run_dir=folder / "hf", **settings)
+    run("launch/distill.py", config=config, run_dir=folder / "megatron", train__stop_after=1, **settings)
+    with_megatron, without = losses(folder / "megatron"), losses(folder / "hf")
+    for name in ("loss", "kd", "ce", "tail", "support", "gradient_norm"):
+        assert without[1][name] == pytest.approx(with_megatron[1][name], rel=1e-4), name
+    assert without[6]["loss"] < without[1]["loss"] - 0.1
+    student = AutoModelForCausalLM.from_pretrained(done.stdout.strip(), dtype=torch.float32)
+    assert student.config.num_hidden_layers == 2
+
+
 def test_a_failing_rank_ends_the_job(config, tmp_path):
     """Both ranks meet the same error; it is said once, and torchrun's exit code is not 0."""
     done = run("launch/distill.py", ranks=2, config=config, check=False, run_dir=tmp_path, loss__k=17,
