@@ -42,6 +42,12 @@ def _add_commands(commands: argparse._SubParsersAction) -> None:
     report.add_argument("--prompt", default="The return statement", help="what the student goes on from")
     report.add_argument("--tokens", type=int, default=32, help="how many tokens it adds")
 
+    from megatron_kd.cache.cli import add_commands as add_cache_commands
+
+    purpose = "look at, verify, mend and merge teacher caches"
+    cache = commands.add_parser("cache", help=purpose, description=purpose)
+    add_cache_commands(cache.add_subparsers(required=True, metavar="COMMAND"))
+
 
 def _add_run_command(
     commands: argparse._SubParsersAction, name: str, run: Callable[[argparse.Namespace], None], purpose: str
