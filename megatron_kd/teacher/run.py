@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from megatron_kd import platform
-from megatron_kd.cache import Manifest, library_versions
+from megatron_kd.cache import Manifest, check_space, estimate, library_versions
 from megatron_kd.config import RunConfig
 from megatron_kd.console import Console, byte_count, duration
 from megatron_kd.data.samples import SampleSet, await_samples, load_samples, prepare
@@ -27,9 +27,6 @@ from megatron_kd.data.tokenizer import load_tokenizer
 from megatron_kd.teacher.engine import TeacherEngine
 from megatron_kd.teacher.fill import fill, open_if_there
 from megatron_kd.teacher.weights import resolve_model, weights_hash
-
-# Measured on SmolLM2 and Python's documentation; other corpora differ by a tenth or so.
-_BYTES_AN_ENTRY, _BYTES_A_POSITION = 2.2, 10.0
 
 
 def cache_teacher(config: RunConfig) -> str:
@@ -40,7 +37,7 @@ def cache_teacher(config: RunConfig) -> str:
 
     Raises:
         ValueError: a model, text or setting that cannot be used.
-        CacheError: the URL holds a cache of other targets.
+        CacheError: the URL holds a cache of other targets, or the disk is too small for this one.
     """
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     console = Console(rank, metrics=Path(config.run_dir) / "metrics.jsonl")
@@ -54,7 +51,7 @@ def cache_teacher(config: RunConfig) -> str:
     manifest = make_manifest(config, folder, samples)
     writer = open_if_there(config.cache_url, manifest)
     missing = list(range(manifest.blocks)) if writer is None else writer.missing_blocks()
-    _show_plan(config, manifest, missing, ranks, console)
+    _show_plan(config, manifest, len(missing), ranks, console)
     mine = [block for block in missing if block % ranks == rank]
     if mine:
         from megatron_kd.teacher.hf import HfEngine, gpu_share  # seconds, which a run with nothing to do need not wait
@@ -98,18 +95,17 @@ def make_manifest(config: RunConfig, folder: Path, samples: SampleSet) -> Manife
     )
 
 
-def _show_plan(config: RunConfig, manifest: Manifest, missing: list[int], ranks: int, console: Console) -> None:
-    positions = manifest.samples * manifest.seq_length
-    size = positions * (manifest.k * _BYTES_AN_ENTRY + _BYTES_A_POSITION)
+def _show_plan(config: RunConfig, manifest: Manifest, missing: int, ranks: int, console: Console) -> None:
+    size = estimate(manifest)
+    split = f"of {manifest.seq_length} positions, split {config.cache.split}"
     console.quantity("cache", config.cache_url)
-    console.quantity(
-        "samples", f"{manifest.samples:,}", f"of {manifest.seq_length} positions, split {config.cache.split}"
-    )
-    console.quantity("positions", f"{positions:,}", "samples × positions")
+    console.quantity("samples", f"{manifest.samples:,}", split)
+    console.quantity("positions", f"{manifest.samples * manifest.seq_length:,}", "samples × positions")
     console.quantity("entries", manifest.k, f"of {manifest.vocab_size:,}; temperatures {manifest.temperatures}")
-    console.quantity("blocks", manifest.blocks, f"of {manifest.block} samples")
-    console.quantity("expected size", byte_count(size), f"about {size / max(positions, 1):.0f} bytes a position")
-    console.quantity("missing blocks", len(missing), f"on {ranks} rank(s); the others are committed")
+    console.quantity("blocks", manifest.blocks, f"of {manifest.block} samples, in {size.objects:,} objects")
+    console.quantity("expected size", byte_count(size.bytes), f"about {size.bytes_per_token:.0f} bytes a position")
+    console.quantity("missing blocks", missing, f"on {ranks} rank(s); the others are committed")
+    check_space(config.cache_url, size.bytes * missing // max(manifest.blocks, 1))
 
 
 def _show_engine(engine: TeacherEngine, seconds: float, console: Console) -> None:

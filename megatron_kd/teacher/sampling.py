@@ -2,7 +2,7 @@
 
     F(b)     Σ_{v in blocks 0 … b} exp(z_v − max z)     over vocabulary blocks of 128 columns
     a draw   u in [0, 1) → the block where F passes u·F(last), then the column within it likewise
-    stored   ids by falling count, ties by lowest id; log(count / n); no tail: the counts are the whole target
+    stored   each id once, log(count / n); no tail: the counts are the whole target
 
 The expectation of count/n is the teacher's probability, so the gradient of a KL against these targets is unbiased.
 They have mass 1: the loss kind is `renormalized`. The numbers u depend on the seed, the sample and the position
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_kd.cache import merge_draws
 from megatron_kd.teacher.engine import Head
 from megatron_kd.teacher.targets import Targets, concatenated
 from megatron_kd.teacher.vocabulary import (
@@ -35,8 +36,6 @@ from megatron_kd.teacher.vocabulary import (
     require_temperatures,
     vocabulary_shard,
 )
-
-_LOW = 0xFFFFFFFF
 
 
 def uniform_numbers(seed: int, samples: Iterable[int], positions: int, draws: int) -> Tensor:
@@ -101,11 +100,11 @@ def draw_from_logits(
         for index in range(len(temperatures))
     ]
     logz = [largest[:, 0].double() / t + total[:, -1].log() for t, total in zip(temperatures, cumulated)]
-    ids = gather(_draw(logits, largest, cumulated[0], uniform, shard), shard).amax(dim=1)
-    ids, counts = _merge(ids)
+    draws = gather(_draw(logits, largest, cumulated[0], uniform, shard), shard).amax(dim=1)
+    ids, logprobs = (torch.from_numpy(array).to(logits.device) for array in merge_draws(draws.cpu().numpy()))
     return Targets(
-        ids=ids.int(),
-        logprobs=(counts.double() / uniform.shape[1]).log().float(),
+        ids=ids,
+        logprobs=logprobs,
         tail_logprob=torch.full_like(largest[:, 0], -torch.inf),
         logz=torch.stack(logz, dim=1).float(),
         label_logprob=(label_logit - logz[0]).float(),
@@ -127,16 +126,3 @@ def _draw(logits: Tensor, largest: Tensor, cumulated: Tensor, uniform: Tensor, s
     # A block's fp32 sum can exceed that of its columns by a rounding: such a draw is its last possible column.
     last = SUM_BLOCK - 1 - (weights > 0).flip(2).int().argmax(dim=2)
     return torch.where(here, block * SUM_BLOCK + torch.minimum(passed, last), -1)
-
-
-def _merge(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct ids [C, n] by falling count, ties by lowest id, −1 in what is left over; and their counts."""
-    ordered = ids.sort(dim=1).values
-    begins = torch.ones_like(ordered)
-    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    run = begins.cumsum(dim=1) - 1
-    counts = torch.zeros_like(ordered).scatter_add_(1, run, torch.ones_like(ordered))
-    distinct = torch.zeros_like(ordered).scatter_(1, run, ordered)
-    keys = ((counts << 32) | (_LOW - distinct)).sort(dim=1, descending=True).values
-    counts = keys >> 32
-    return torch.where(counts > 0, _LOW - (keys & _LOW), -1), counts

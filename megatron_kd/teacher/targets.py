@@ -15,7 +15,7 @@ from torch import Tensor
 class Targets(NamedTuple):
     """What the cache stores of N positions; the fields are named as `CacheWriter.write_block` wants them."""
 
-    ids: Tensor  # [N, K] int32, by falling log-probability, ties by lowest id; −1: no entry
+    ids: Tensor  # [N, K] int32; top-K by falling log-probability, ties by lowest id; −1: no entry
     logprobs: Tensor  # [N, K] fp32, of the whole vocabulary's softmax at temperature 1; where drawn, log(count / draws)
     tail_logprob: Tensor  # [N] fp32: log of the mass outside the entries; −inf where there is none
     logz: Tensor  # [N, T] fp32: logsumexp(z/τ)

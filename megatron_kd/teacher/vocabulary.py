@@ -4,7 +4,8 @@ Sums over the vocabulary are taken in blocks of 128 columns, in fp32, and over t
 however many ranks hold them: the same logits give the same bytes under every tensor-parallel size.
 
 Shapes: N positions, D hidden, Vp head rows of this rank, C positions of a chunk, K entries, T temperatures.
-Memory: one chunk of fp32 logits [C, Vp] in a buffer that is reused, a scratch of at most 64 MiB.
+Memory: one chunk of fp32 logits [C, Vp] in a buffer that is reused, and in the head's dtype where that is another;
+a scratch of at most 64 MiB.
 Collectives: `gather` only.
 """
 
@@ -20,7 +21,8 @@ from torch import Tensor
 from megatron_kd.teacher.engine import Head
 
 SUM_BLOCK = 128  # columns summed as one; Megatron pads a rank's columns to a multiple of it
-SCRATCH_BYTES = 64 << 20
+# Rows whose exponentials exist at a time: what stays in a CPU's cache, what keeps a GPU busy.
+_CPU_SCRATCH_BYTES, _GPU_SCRATCH_BYTES = 4 << 20, 64 << 20
 
 
 class VocabularyShard(NamedTuple):
@@ -105,7 +107,8 @@ def local_logit(logits: Tensor, ids: Tensor, shard: VocabularyShard) -> Tensor:
 
 def block_sums(logits: Tensor, reference: Tensor, temperature: float) -> Tensor:
     """[C, blocks] sums of exp((z − reference)/τ) over blocks of 128 columns."""
-    rows = max(SCRATCH_BYTES // (4 * logits.shape[1]), 1)
+    scratch = _CPU_SCRATCH_BYTES if logits.device.type == "cpu" else _GPU_SCRATCH_BYTES
+    rows = max(scratch // (4 * logits.shape[1]), 1)
     parts = [
         (part - bound).div_(temperature).exp_().unflatten(1, (-1, SUM_BLOCK)).sum(dim=2)
         for part, bound in zip(logits.split(rows), reference.split(rows))

@@ -1,6 +1,8 @@
 """The launcher's work in one process: what it writes, what it skips, what it refuses."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from megatron_kd.cache import CacheError, CacheWriter, TeacherCache
 from megatron_kd.config import CacheConfig, DataConfig, RunConfig, TeacherConfig
+from megatron_kd.console import Console
 from megatron_kd.data.samples import load_samples
 from megatron_kd.teacher import fill
 from megatron_kd.teacher.blocks import TeacherError
+from megatron_kd.teacher.hf import HfEngine
 from megatron_kd.teacher.run import cache_teacher
 from tests.data.texts import write_jsonl
 from tests.teacher.models import save_llama
@@ -115,8 +119,6 @@ def test_k_beyond_the_vocabulary_is_refused(teacher, tmp_path):
 
 
 def test_a_teacher_that_overflows_is_named_and_writes_nothing(teacher, tmp_path, monkeypatch):
-    from megatron_kd.teacher.hf import HfEngine
-
     stock = HfEngine.hidden_states
 
     def broken(self, tokens, segment):
@@ -129,6 +131,13 @@ def test_a_teacher_that_overflows_is_named_and_writes_nothing(teacher, tmp_path,
     with pytest.raises(TeacherError, match="not finite at sample 1, position 5"):
         cache_teacher(run_config(teacher, tmp_path))
     assert not (tmp_path / "teacher.zarr").exists()
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_teacher_runs(teacher, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    monkeypatch.setattr(HfEngine, "__init__", None)
+    with pytest.raises(CacheError, match="free some, lower k"):
+        cache_teacher(run_config(teacher, tmp_path))
 
 
 def test_a_failing_write_ends_the_run(teacher, tmp_path, monkeypatch):
@@ -153,3 +162,20 @@ def test_progress_is_recorded(teacher, tmp_path):
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["samples"] for record in records][-1] == 18
     assert all(record["nll"] > 0 and record["tokens_per_second"] > 0 for record in records)
+
+
+def test_drawn_targets_go_through_the_cache(teacher, cache, tmp_path):
+    """Blocks of a manifest that samples: mass 1, the same draws whichever block a sample stands in."""
+    samples = load_samples(cache.replace("teacher.zarr", "samples"), "train")
+    topk = TeacherCache.open(cache).manifest
+    engine = HfEngine(teacher / "llama", torch.float32, torch.device("cpu"))
+    found = []
+    for block in (2, 3):
+        manifest = replace(topk, entries="sampled", draws=8, k=8, block=block, micro_batch=1)
+        url = str(tmp_path / f"{block}.zarr")
+        fill.fill(url, manifest, None, range(manifest.blocks), samples, engine, chunk_tokens=50, console=Console(1),
+                  ranks=1)  # fmt: skip
+        found.append(TeacherCache.open(url).read(range(len(samples))))
+    assert np.array_equal(found[0].ids, found[1].ids)
+    mass = np.where(np.asarray(found[0].ids) >= 0, np.exp(found[0].logprobs), 0).sum(-1)
+    np.testing.assert_allclose(mass, 1, atol=8 * 2**-11)  # each of at most 8 log-probs is rounded to float16
