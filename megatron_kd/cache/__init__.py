@@ -13,13 +13,14 @@ The format is described in docs/cache-format.md.
 from megatron_kd.cache.blocks import BlockStore
 from megatron_kd.cache.chunks import DamagedChunk
 from megatron_kd.cache.codecs import PRESETS
+from megatron_kd.cache.decode import CacheBatch
 from megatron_kd.cache.encode import TARGET_NAMES, label_agrees, merge_draws
 from megatron_kd.cache.estimate import Estimate, check_space, estimate, recommended_block
 from megatron_kd.cache.inspect import inspect
 from megatron_kd.cache.mend import Merged, merge, repair
 from megatron_kd.cache.prefetch import Prefetcher
 from megatron_kd.cache.ranks import RankTable, frequency_table, rank_table
-from megatron_kd.cache.reader import CacheBatch, TeacherCache
+from megatron_kd.cache.reader import TeacherCache
 from megatron_kd.cache.schema import FORMAT, CacheError, Manifest, library_versions
 from megatron_kd.cache.stats import Stats, stats
 from megatron_kd.cache.verify import Report, verify

@@ -8,7 +8,8 @@ What is checked where:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 
@@ -48,7 +49,7 @@ class BlockStore:
         """Commit words of some blocks; 0 where a word was not written. Raises where one is damaged."""
         words = []
         size = self._decoders[COMMIT].dtype.itemsize + 4
-        found = self.store.read_ranges([(block_keys(self.manifest, i)[COMMIT], 0, size + 1) for i in blocks])
+        found = self.store.read_ranges([(block_keys(i)[COMMIT], 0, size + 1) for i in blocks])
         for index, data in zip(blocks, found):
             with self._naming(index, COMMIT):
                 words.append(0 if data is None else int(self._decoders[COMMIT].chunk(data)[0]))
@@ -63,7 +64,7 @@ class BlockStore:
         """All arrays of a block, the commit word compared."""
         word = self._require_commit(index)
         rows = self.manifest.rows(index)
-        keys = block_keys(self.manifest, index)
+        keys = block_keys(index)
         stored: Stored = {}
         for spec, data in zip(self.specs, self.store.read_many([keys[spec.name] for spec in self.specs])):
             with self._naming(index, spec.name):
@@ -75,30 +76,23 @@ class BlockStore:
             )
         return stored
 
-    def sample(self, index: int, row: int, arrays: Sequence[str], entries: int | None = None) -> Stored:
+    def sample(self, index: int, row: int, out: Mapping[str, np.ndarray]) -> None:
         """Some arrays of one sample, by its number within the block.
 
         Args:
             index: the block.
             row: the sample within it.
-            arrays: names out of BLOCK_ARRAYS.
-            entries: how many of topk_rank's entries to read; None for all.
+            out: array → where to put the sample; a shorter last axis takes the first part of it alone.
         """
-        places, keys = self._index(index), block_keys(self.manifest, index)
-        lengths = {name: entries if name == "topk_rank" else None for name in arrays}
-        ranges = {
-            name: [
-                (keys[name], *places[name][row, part].tolist()) for part in self._decoders[name].parts(lengths[name])
-            ]
-            for name in arrays
-        }
-        found = iter(self.store.read_ranges([item for name in arrays for item in ranges[name]]))
-        stored: Stored = {}
-        for name in arrays:
+        places, keys = self._index(index), block_keys(index)
+        ranges: dict[str, list[tuple[str, int, int]]] = {}
+        for name, target in out.items():
+            chunks = places[name][row]
+            ranges[name] = [(keys[name], *chunks[part]) for part in self._decoders[name].parts(target.shape[-1])]
+        found = iter(self.store.read_ranges(list(itertools.chain.from_iterable(ranges.values()))))
+        for name, target in out.items():
             with self._naming(index, name):
-                chunks = [_there(next(found)) for _ in ranges[name]]
-                stored[name] = self._decoders[name].sample(chunks, lengths[name])
-        return stored
+                self._decoders[name].sample([_there(next(found)) for _ in ranges[name]], target)
 
     def leftovers(self) -> list[str]:
         """Keys of files that a killed writer left incomplete."""
@@ -107,7 +101,7 @@ class BlockStore:
         return sorted(name for name in names if name.endswith(PARTIAL))
 
     def _is_committed(self, index: int, present: dict[str, set[str]]) -> bool:
-        keys = block_keys(self.manifest, index)
+        keys = block_keys(index)
         if any(key.split("/")[1] not in present[name] for name, key in keys.items()):
             return False
         try:
@@ -123,15 +117,15 @@ class BlockStore:
             )
         return word
 
-    def _read_index(self, index: int) -> dict[str, np.ndarray]:
+    def _read_index(self, index: int) -> dict[str, list[list[tuple[int, int]]]]:
         """Where the samples of a committed block lie in its objects."""
         self._require_commit(index)
-        keys, rows = block_keys(self.manifest, index), self.manifest.rows(index)
+        keys, rows = block_keys(index), self.manifest.rows(index)
         heads = self.store.read_ranges([(keys[s.name], 0, self._decoders[s.name].index_bytes) for s in self.specs])
         found = {}
         for spec, head in zip(self.specs, heads):
             with self._naming(index, spec.name):
-                found[spec.name] = self._decoders[spec.name].index(_there(head), rows.stop - rows.start)
+                found[spec.name] = self._decoders[spec.name].index(_there(head), rows.stop - rows.start).tolist()
         return found
 
     def __reduce__(self) -> tuple[type[BlockStore], tuple[ObjectStore]]:

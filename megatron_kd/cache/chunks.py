@@ -74,21 +74,15 @@ class ChunkDecoder:
             raise DamagedChunk(f"it decodes to {len(body)} bytes, not those of {self.dtype} {self._inner}")
         return np.frombuffer(body, self.dtype).reshape(self._inner)
 
-    def parts(self, length: int | None = None) -> list[int]:
-        """Which of a sample's G chunks hold the first `length` places of the last axis; None for all."""
-        length = length or self._shard[-1]
+    def parts(self, length: int) -> list[int]:
+        """Which of a sample's G chunks hold the first `length` places of the last axis."""
         return [number for number, window in enumerate(self._windows) if window[-1].start < length]
 
-    def sample(self, chunks: Sequence[bytes | memoryview], length: int | None = None) -> np.ndarray:
-        """One sample, or the first `length` places of its last axis, from the chunks that `parts` names."""
-        length = length or self._shard[-1]
-        if len(chunks) == 1:
-            return self.chunk(chunks[0])[0][..., :length]
-        out = np.empty((*self._shard[1:-1], length), self.dtype)
-        for number, data in zip(self.parts(length), chunks):
+    def sample(self, chunks: Sequence[bytes | memoryview], out: np.ndarray) -> None:
+        """One sample into `out`, whose last axis may be shorter, from the chunks that `parts` names."""
+        for number, data in zip(self.parts(out.shape[-1]), chunks):
             target = out[self._windows[number]]
             target[...] = self.chunk(data)[0][..., : target.shape[-1]]
-        return out
 
     def shard(self, data: bytes, rows: int) -> np.ndarray:
         """The `rows` samples of a whole object; every byte of it must be accounted for."""
@@ -96,8 +90,10 @@ class ChunkDecoder:
         extents = index.reshape(-1, 2)[np.argsort(index[..., 0], axis=None)]
         if [self.index_bytes, *extents[:, 1].tolist()] != [*extents[:, 0].tolist(), len(data)]:
             raise DamagedChunk(f"its {len(extents)} chunks do not fill its {len(data)} bytes: it was cut or added to")
-        view = memoryview(data)
-        return np.stack([self.sample([view[start:stop] for start, stop in row]) for row in index.tolist()])
+        view, out = memoryview(data), np.empty((rows, *self._shard[1:]), self.dtype)
+        for places, sample in zip(index.tolist(), out):
+            self.sample([view[start:stop] for start, stop in places], sample)
+        return out
 
 
 def _decompressor(codecs: list[dict[str, Any]]) -> Callable[[memoryview], bytes | memoryview]:

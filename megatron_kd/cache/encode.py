@@ -30,7 +30,6 @@ from megatron_kd.cache.schema import ArraySpec, Manifest, block_arrays
 TARGET_NAMES = ("tokens", "ids", "logprobs", "tail_logprob", "logz", "label_logprob", "loss_mask", "segment")
 # A teacher's float32 softmax sums to 1 within far less; float16 rounding is not in it yet.
 _MASS_SLACK = 1e-2
-_INFINITY_BITS = 0x7C00
 _LOGPROB_SLACK = 1e-3
 # The label's log-prob may come from another reduction than the entries'; a shifted or foreign row is off by nats.
 _LABEL_SLACK = 1e-2
@@ -83,20 +82,6 @@ def sort_entries(ids: np.ndarray, logprobs: np.ndarray, mantissa_bits: int = 10)
     key = (magnitude.astype(np.int64) << 32) | ids.astype(np.uint32)
     key.sort(axis=-1)
     return (key & 0xFFFFFFFF).astype(np.uint32).view(np.int32), (key >> 32).astype(np.uint16)
-
-
-def decode_logprobs(planes: np.ndarray, out: np.ndarray) -> None:
-    """Log-probs of one sample's steps uint8 [2, S, K] into `out` float32 [S, K]."""
-    bits = planes[1].astype(np.uint16)
-    bits <<= 8
-    bits |= planes[0]
-    np.cumsum(bits, axis=-1, out=bits)
-    # float16 to float32 by its bits: the mantissa moves up by 13 places, and 2¹¹² makes good for the exponent's other
-    # bias, subnormal numbers included. Ten times faster than NumPy's conversion.
-    np.left_shift(bits, 13, out=out.view(np.uint32), dtype=np.uint32)
-    out *= np.float32(-(2.0**112))
-    if (bits[:, -1] >= _INFINITY_BITS).any():  # the entries fall: the last is the first to reach it
-        out[bits >= _INFINITY_BITS] = -np.inf
 
 
 def merge_draws(draws: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

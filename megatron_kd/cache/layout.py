@@ -31,6 +31,7 @@ ROOT = "zarr.json"
 # Every object that is there before the first block, the group's own last.
 TABLE_KEYS = {name: f"{name}/c.0" for name in TABLES}
 METADATA_KEYS = (*(f"{name}/{ROOT}" for name in (*BLOCK_ARRAYS, COMMIT, *TABLES)), *TABLE_KEYS.values(), ROOT)
+_KEY_SUFFIX = {name: ".0" * axes for name, axes in BLOCK_ARRAYS.items()} | {COMMIT: ""}
 _DEFAULT_PIPELINE = {"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}
 _TABLE_HASH, _METADATA_HASH = "tables_sha256", "metadata_sha256"
 
@@ -52,13 +53,12 @@ class BlockEncoder:
         for spec in self.specs:
             self._arrays[spec.name][self.manifest.rows(index)] = stored[spec.name]
         self._arrays[COMMIT][index] = commit_word
-        return {key: self._objects.pop(key).to_bytes() for key in block_keys(self.manifest, index).values()}
+        return {key: self._objects.pop(key).to_bytes() for key in block_keys(index).values()}
 
 
-def block_keys(manifest: Manifest, index: int) -> dict[str, str]:
+def block_keys(index: int) -> dict[str, str]:
     """Array → key of the object that holds its part of block `index`; the commit word last."""
-    keys = {spec.name: f"{spec.name}/c.{index}" + ".0" * len(spec.shape) for spec in block_arrays(manifest)}
-    return keys | {COMMIT: f"{COMMIT}/c.{index}"}
+    return {name: f"{name}/c.{index}{suffix}" for name, suffix in _KEY_SUFFIX.items()}
 
 
 def check_metadata(documents: Mapping[str, bytes | None]) -> dict[str, dict[str, Any]]:

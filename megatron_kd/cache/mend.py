@@ -105,7 +105,7 @@ def repair(
         raise CacheError(report.metadata)
     blocks = BlockStore(open_store(url, storage_options))
     for index in report.damaged:
-        blocks.store.delete(block_keys(blocks.manifest, index)[COMMIT])
+        blocks.store.delete(block_keys(index)[COMMIT])
     for key in report.leftovers:
         blocks.store.delete(key)
     return report, sorted(report.damaged)
@@ -113,7 +113,7 @@ def repair(
 
 def _copy(source: BlockStore, into: BlockStore, index: int) -> None:
     """All objects of a block, the commit word last."""
-    keys = list(block_keys(into.manifest, index).values())
+    keys = list(block_keys(index).values())
     objects: dict[str, bytes] = {}
     for key, data in zip(keys, source.store.read_many(keys)):
         if data is None:

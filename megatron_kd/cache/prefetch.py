@@ -9,7 +9,8 @@ from types import TracebackType
 
 import numpy as np
 
-from megatron_kd.cache.reader import CacheBatch, TeacherCache
+from megatron_kd.cache.decode import CacheBatch
+from megatron_kd.cache.reader import TeacherCache
 
 
 class Prefetcher:

@@ -104,15 +104,17 @@ class RankCoder:
 
     def __init__(self, table: RankTable) -> None:
         v, entries = table.id_by_rank.size, table.context_ids.size - 1
-        self._bytes = rank_bytes(v)
+        self.planes = rank_bytes(v)
+        self.dtype = np.dtype("<u2" if self.planes == 2 else "<u4")  # of the numbers that the planes make up
         self._table = table
         self._rank = np.empty(v, np.int64)
         self._rank[table.id_by_rank] = np.arange(v)
-        self._length = np.diff(table.context_start)
+        self._length = np.diff(table.context_start).astype(self.dtype)
         # One gather serves both lists: the contexts, then the vocabulary, then −1 for whatever lies beyond.
         self._lists = np.concatenate([table.context_ids[:-1], table.id_by_rank, np.full(1, -1, np.int32)])
-        self._elsewhere = entries - self._length  # what to add to a rank beyond the context's list
-        self._back = table.context_start[:-1] - self._elsewhere  # and to go from there to a rank within it
+        # What to add to a rank beyond the context's list, and what to add further to one within it.
+        self._elsewhere = entries - self._length.astype(np.intp)
+        self._back = table.context_start[:-1] - self._elsewhere
 
     def encode(self, tokens: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Byte planes of the ranks of `ids` after `tokens` [n, S]."""
@@ -126,18 +128,25 @@ class RankCoder:
             start, length = self._table.context_start[token], self._length[token]
             np.add(self._rank, length, out=of_id[:-1])
             of_id[self._table.context_ids[start : start + length]] = np.arange(length)
-            of_id[-1] = 256**self._bytes - 1
+            of_id[-1] = 256**self.planes - 1
             flat_ranks[rows] = of_id[flat_ids[rows]]
         ranks = flat_ranks.reshape(ids.shape)
-        return np.stack([(ranks >> 8 * p).astype(np.uint8) for p in range(self._bytes)], axis=1)
+        return np.stack([(ranks >> 8 * p).astype(np.uint8) for p in range(self.planes)], axis=1)
 
-    def decode(self, tokens: np.ndarray, planes: np.ndarray, out: np.ndarray) -> None:
-        """Ids of one sample into `out` int32 [S, K], −1 = absent; tokens [S], planes [P, S, K]."""
-        rank = planes[-1].astype(np.int32)
-        for plane in planes[-2::-1]:
-            rank <<= 8
-            rank |= plane
-        place = (rank < self._length[tokens][:, None]) * self._back[tokens][:, None]
+    def decode(
+        self, tokens: np.ndarray, rank: np.ndarray, out: np.ndarray, inside: np.ndarray, place: np.ndarray
+    ) -> None:
+        """Ids of one sample, −1 = absent.
+
+        Args:
+            tokens: [S].
+            rank: [S, K] of type `dtype`.
+            out: int32 [S, K], the ids.
+            inside: bool [S, K], scratch.
+            place: intp [S, K], scratch.
+        """
+        np.less(rank, self._length[tokens][:, None], out=inside)
+        np.multiply(inside, self._back[tokens][:, None], out=place)
         place += self._elsewhere[tokens][:, None]
         place += rank
         # An absent entry's rank exceeds every length plus V, so it is clipped onto the −1 at the end.

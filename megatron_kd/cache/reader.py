@@ -1,45 +1,19 @@
-"""Reading a cache by sample id: any order, any repetition, fewer entries than stored, any stored temperature.
-
-At temperature τ ≠ 1, with the stored normalisers logz_1 and logz_τ, the teacher's logit of an entry is
-logprob + logz_1, so
-
-    logprob_τ = (logprob + logz_1)/τ − logz_τ        tail_τ = log(1 − Σ_k exp(logprob_τ,k))
-
-With K′ < K the dropped entries' probability joins the tail, which keeps its meaning: all that is not an entry.
-
-Shapes: n samples asked for, S positions, K′ entries.
-"""
+"""Reading a cache by sample id: any order, any repetition, fewer entries than stored, any stored temperature."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_kd.cache.blocks import BlockStore, Stored
-from megatron_kd.cache.encode import decode_logprobs
+from megatron_kd.cache.blocks import BlockStore
+from megatron_kd.cache.decode import CacheBatch, SampleDecoder
 from megatron_kd.cache.ranks import RankCoder
 from megatron_kd.cache.schema import Manifest
 from megatron_kd.cache.store import HeldStore, LocalStore, Url, open_store
-
-
-@dataclass(frozen=True)
-class CacheBatch:
-    """Samples in the order asked for. Position t holds the teacher's distribution for tokens[:, t + 1]."""
-
-    tokens: np.ndarray  # int32 [n, S+1]: inputs are [:, :-1], labels [:, 1:]
-    ids: np.ndarray  # int32 [n, S, K′], −1 = absent
-    logprobs: np.ndarray  # float32 [n, S, K′], falling; −inf where absent
-    tail_logprob: np.ndarray  # float32 [n, S]: log of the mass outside the K′ entries
-    label_logprob: np.ndarray  # float32 [n, S]: of the label, at temperature 1
-    loss_mask: np.ndarray  # uint8 [n, S]: 1 = train on it
-    segment: np.ndarray  # int32 [n, S]: document number in a packed sample
-
-
-_COPIED = ("tokens", "label_logprob", "loss_mask", "segment")
 
 
 class TeacherCache:
@@ -49,6 +23,7 @@ class TeacherCache:
         self._blocks = blocks
         self._ranks = RankCoder(blocks.table)
         self._threads = threads
+        self._local = threading.local()  # a decoder a thread, for the k and temperature used last
 
     @classmethod
     def open(
@@ -88,12 +63,13 @@ class TeacherCache:
         """
         ids = np.asarray(samples, np.int64).reshape(-1).tolist()
         k = self._check(ids, k, temperature)
-        batch = self._empty(len(ids), k)
-        arrays = [*_COPIED, "topk_rank", "topk_logprob_step", "tail_logprob" if temperature == 1.0 else "logz"]
+        batch = CacheBatch.empty(self.manifest, len(ids), k)
 
         def one(row: int) -> None:
             index, place = divmod(ids[row], self.manifest.block)
-            self._decode(self._blocks.sample(index, place, arrays, k), batch, row, temperature)
+            decoder = self._decoder(k, temperature)
+            self._blocks.sample(index, place, decoder.places(batch, row))
+            decoder.finish(batch, row)
 
         if self._threads > 1 and len(ids) > 1:
             with ThreadPoolExecutor(self._threads) as pool:
@@ -107,10 +83,22 @@ class TeacherCache:
         """All samples of a block; recomputes its commit word."""
         k = self._check([], k, temperature)
         stored = self._blocks.block(index)
-        batch = self._empty(len(stored["tokens"]), k)
+        batch = CacheBatch.empty(self.manifest, len(stored["tokens"]), k)
+        decoder = self._decoder(k, temperature)
         for row in range(len(batch.tokens)):
-            self._decode({name: array[row] for name, array in stored.items()}, batch, row, temperature)
+            for name, place in decoder.places(batch, row).items():
+                place[...] = stored[name][row][..., : place.shape[-1]]
+            decoder.finish(batch, row)
         return batch
+
+    def __reduce__(self) -> tuple[type[TeacherCache], tuple[BlockStore, int]]:
+        return TeacherCache, (self._blocks, self._threads)
+
+    def _decoder(self, k: int, temperature: float) -> SampleDecoder:
+        key = (k, temperature)
+        if getattr(self._local, "key", None) != key:
+            self._local.key, self._local.decoder = key, SampleDecoder(self.manifest, self._ranks, k, temperature)
+        return self._local.decoder
 
     def _check(self, samples: list[int], k: int | None, temperature: float) -> int:
         m = self.manifest
@@ -131,49 +119,3 @@ class TeacherCache:
                 "together and at temperature 1: leave both out"
             )
         return k
-
-    def _empty(self, n: int, k: int) -> CacheBatch:
-        s = self.manifest.seq_length
-        return CacheBatch(
-            tokens=np.empty((n, s + 1), np.int32),
-            ids=np.empty((n, s, k), np.int32),
-            logprobs=np.empty((n, s, k), np.float32),
-            tail_logprob=np.empty((n, s), np.float32),
-            label_logprob=np.empty((n, s), np.float32),
-            loss_mask=np.empty((n, s), np.uint8),
-            segment=np.empty((n, s), np.int32),
-        )
-
-    def _decode(self, stored: Stored, batch: CacheBatch, row: int, temperature: float) -> None:
-        """One sample's stored arrays into a row of the batch."""
-        m, k = self.manifest, batch.ids.shape[-1]
-        for name in _COPIED:
-            getattr(batch, name)[row] = stored[name]
-        self._ranks.decode(stored["tokens"][:-1], stored["topk_rank"][..., :k], batch.ids[row])
-        logprobs = batch.logprobs[row] if k == m.k else np.empty((m.seq_length, m.k), np.float32)
-        decode_logprobs(stored["topk_logprob_step"], logprobs)
-        if temperature == 1.0:
-            tail = stored["tail_logprob"].astype(np.float32)
-        else:
-            logz = stored["logz"][:, m.temperatures.index(temperature)]
-            logprobs += stored["logz"][:, :1]
-            logprobs /= np.float32(temperature)
-            logprobs -= logz[:, None]
-            tail = _log_rest(logprobs)
-        if k < m.k:
-            tail = np.logaddexp(tail, _logsumexp(logprobs[:, k:]))
-            batch.logprobs[row] = logprobs[:, :k]
-        batch.tail_logprob[row] = tail
-
-
-def _logsumexp(values: np.ndarray) -> np.ndarray:
-    """Over the last axis, whose entries fall: the first is the largest."""
-    largest = np.where(np.isfinite(values[..., :1]), values[..., :1], 0)
-    with np.errstate(divide="ignore"):
-        return largest[..., 0] + np.log(np.exp(values - largest).sum(axis=-1))
-
-
-def _log_rest(logprobs: np.ndarray) -> np.ndarray:
-    """log(1 − Σ exp(logprobs)); −inf where rounding leaves nothing."""
-    with np.errstate(divide="ignore"):
-        return np.log(np.maximum(1 - np.exp(logprobs.astype(np.float64)).sum(axis=-1), 0))

@@ -18,17 +18,17 @@ FORMAT = 1
 COMMIT = "commit"
 TABLES = ("id_by_rank", "context_start", "context_ids")  # fixed before the first block
 CONTEXT_LIMIT = 4096  # longest list of likely ids kept for one input token (ranks.py)
-# The arrays that every block holds, in the order in which the commit word hashes them.
-BLOCK_ARRAYS = (
-    "tokens",
-    "topk_rank",
-    "topk_logprob_step",
-    "tail_logprob",
-    "logz",
-    "label_logprob",
-    "loss_mask",
-    "segment",
-)
+# The arrays of a block, in the order in which the commit word hashes them, and their axes beside the sample.
+BLOCK_ARRAYS = {
+    "tokens": 1,
+    "topk_rank": 3,
+    "topk_logprob_step": 3,
+    "tail_logprob": 1,
+    "logz": 2,
+    "label_logprob": 1,
+    "loss_mask": 1,
+    "segment": 1,
+}
 
 
 class CacheError(RuntimeError):

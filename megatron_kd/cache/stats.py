@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from megatron_kd.cache.blocks import BlockStore
+from megatron_kd.cache.decode import CacheBatch
 from megatron_kd.cache.layout import block_keys
-from megatron_kd.cache.reader import CacheBatch, TeacherCache
+from megatron_kd.cache.reader import TeacherCache
 from megatron_kd.cache.schema import COMMIT, CacheError, Manifest
 from megatron_kd.cache.store import Url, open_store
 
@@ -101,7 +102,7 @@ def stats(
             if progress is not None:
                 progress(done, len(chosen))
     count = max(sums[-1], 1)
-    keys = [block_keys(m, index) for index in chosen]
+    keys = [block_keys(index) for index in chosen]
     sizes = {name: blocks.store.sizes(name) for name in keys[0]}
     by_array = {name: sum(sizes[name][key[name].split("/")[1]] for key in keys) for name in keys[0] if name != COMMIT}
     tokens = sum(len(range(*m.rows(index).indices(m.samples))) for index in chosen) * m.seq_length

@@ -115,7 +115,7 @@ class CacheWriter:
         stored = encode_block(self.manifest, self._coder, index, arrays)
         word = commit_word(index, stored, self._encoder.specs)
         encoded = self._encoder.encode(index, stored, word)
-        keys = block_keys(self.manifest, index)
+        keys = block_keys(index)
         # A block that is written again must not look committed while its objects are replaced.
         store = self._blocks.store
         store.delete(keys[COMMIT])
@@ -139,7 +139,7 @@ def _check_codecs(encoder: BlockEncoder) -> None:
         for spec in probe.specs
     }
     encoded = probe.encode(0, stored, 1)
-    keys = block_keys(probe.manifest, 0)
+    keys = block_keys(0)
     for name, array in stored.items():
         decoder = ChunkDecoder(json.loads(probe.metadata[f"{name}/{ROOT}"]))
         if decoder.shard(encoded[keys[name]], 1).tobytes() != array.tobytes():

@@ -187,10 +187,10 @@ def test_many_blocks_with_few_open_files(tmp_path, blocks):
     CacheWriter.create(tmp_path, m, table(m)).write_block(0, targets(m, range(1)))
     stored = BlockStore(open_store(tmp_path)).block(0)
     for index in range(1, blocks):
-        for name, key in block_keys(m, 0).items():
-            shutil.copy(tmp_path / key, tmp_path / block_keys(m, index)[name])
+        for name, key in block_keys(0).items():
+            shutil.copy(tmp_path / key, tmp_path / block_keys(index)[name])
         word = commit_word(index, stored, block_arrays(m)).to_bytes(8, "little")
         checksum = google_crc32c.value(word).to_bytes(4, "little")
-        (tmp_path / block_keys(m, index)["commit"]).write_bytes(word + checksum)
+        (tmp_path / block_keys(index)["commit"]).write_bytes(word + checksum)
     done = subprocess.run([sys.executable, "-c", _MANY_BLOCKS, str(tmp_path)], capture_output=True, text=True)
     assert done.stdout.split() == [str(blocks), str(blocks)], done.stderr
