@@ -35,7 +35,19 @@ setup(
         "demo": ["transformers>=5.0", "safetensors", "accelerate", "gguf"],
         "gpu": ["transformer-engine[pytorch]", "triton"],
         "plot": ["matplotlib"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "triton"],
+        "text": ["datasets"],  # text from Parquet files and saved data sets
+        "s3": ["s3fs"],  # caches in an object store
+        "dev": [
+            "pytest",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+            "triton",  # its interpreter runs the kernels without a GPU
+            "moto[server]",  # an object store on loopback
+            "s3fs",
+            "datasets",
+        ],
     },
     entry_points={"console_scripts": ["megatron-kd = megatron_kd.cli:main"]},
 )
