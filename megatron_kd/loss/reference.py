@@ -39,7 +39,7 @@ def reference(
         The leading shape of hidden.
     """
     leading = hidden.shape[:-1]
-    mask = torch.ones(leading) if loss_mask is None else loss_mask
+    mask = hidden.new_ones(leading) if loss_mask is None else loss_mask
     mask = mask.reshape(-1).to(hidden.dtype)
     alive = mask != 0
     rows = int(alive.sum())
@@ -51,7 +51,7 @@ def reference(
     z = z[:, :vocab_size]
     log_q = torch.log_softmax(z / objective.temperature, dim=-1)
 
-    on_support = torch.zeros(rows, z.shape[1] + 1, dtype=torch.bool)
+    on_support = torch.zeros(rows, z.shape[1] + 1, dtype=torch.bool, device=z.device)
     on_support = on_support.scatter(1, torch.where(ids < 0, z.shape[1], ids), True)[:, :-1]
     mass = log_p.exp().sum(1)
     if objective.kind == "renormalized":

@@ -6,10 +6,15 @@ import itertools
 import random
 from dataclasses import dataclass, fields
 
+import pytest
 import torch
 from torch import Tensor
 
 from megatron_kd.loss import KDObjective, TeacherTopK, fused_linear_kl, reference
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+# For tests that say the same on a GPU.
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 
 from megatron_kd.loss.kernels import select
 from tests.distributed import run_ranks
-from tests.loss.cases import Case, fused, make, relative_error
+from tests.loss.cases import NEEDS_GPU, Case, fused, make, relative_error
 
 SHAPES = [  # rows, columns, entries, distance of rows
     (3, 1, 1, 1),
@@ -100,7 +100,7 @@ def test_triton_agrees_with_torch_in_the_interpreter(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NEEDS_GPU
 def test_triton_agrees_with_torch_on_the_gpu():
     worst = differences(torch.device("cuda"), ulp=1)
     assert {key: value for key, value in worst.items() if not max(value) <= 1} == {}
@@ -108,7 +108,7 @@ def test_triton_agrees_with_torch_on_the_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@NEEDS_GPU
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_rows_beyond_32_bit_offsets(name):
     """16,384 × 151,936: the last row starts at element 2.49e9, past 2³¹. Every row holds the same numbers."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_kd.loss import KDObjective, TeacherTopK, fused_linear_kl, reference
-from tests.loss.cases import Case, dense, fused, make, pairwise, relative_error
+from tests.loss.cases import DEVICES, NEEDS_GPU, Case, dense, fused, make, pairwise, relative_error
 
 KINDS = ["ghost", "truncated", "renormalized"]
 
@@ -33,24 +33,25 @@ def test_fp32_is_right_to_rounding():
 
 @pytest.mark.parametrize("backward", ["recompute", "in_forward"])
 @pytest.mark.parametrize(("kind", "ce_weight", "temperature"), [("ghost", 0.0, 1.0), ("truncated", 0.7, 2.0)])
-def test_bf16_loses_one_rounding(backward, kind, ce_weight, temperature):
+@pytest.mark.parametrize("device", DEVICES)
+def test_bf16_loses_one_rounding(backward, kind, ce_weight, temperature, device):
     """dh, and dW in fp32, are within 1.1× of the error of exact row arithmetic on the same bf16 logits.
 
     Exact: the rows' gradient in fp64, rounded once to bf16, multiplied without error.
     """
     case = Case(kind, ce_weight, temperature, dtype=torch.bfloat16, backward=backward, chunk=17)
     case = Case(**{**vars(case), "positions": 96, "hidden": 64, "vocab": 1031, "k": 32})
-    tensors = make(case)
+    tensors = make(case, device)
     with torch.no_grad():
         tensors.weight /= 8
-    tensors.weight.main_grad = torch.zeros(tensors.weight.shape)
+    tensors.weight.main_grad = torch.zeros(tensors.weight.shape, device=device)
     found = fused(case, tensors, accumulate_main_grad=True)
     (d_hidden,) = torch.autograd.grad(found.loss.sum(), tensors.hidden, retain_graph=True)
     tensors.weight.main_grad.zero_()
     found.loss.sum().backward(inputs=[tensors.weight])
 
     logits = double(tensors.hidden @ tensors.weight.t())
-    identity = torch.eye(case.vocab, dtype=torch.float64)
+    identity = torch.eye(case.vocab, dtype=torch.float64, device=device)
     loss = reference(logits, identity, tensors.teacher, objective=case.objective, labels=tensors.labels)
     assert relative_error(found.loss, loss) <= 1e-6  # the loss itself is exact to the logits
     (exact,) = torch.autograd.grad(loss.sum(), logits)
@@ -62,6 +63,23 @@ def test_bf16_loses_one_rounding(backward, kind, ce_weight, temperature):
 
     assert error(d_hidden, exact @ w) <= 1.1 * error((rounded @ w).bfloat16(), exact @ w)
     assert error(tensors.weight.main_grad, exact.t() @ h) <= 1.1 * error(rounded.t() @ h, exact.t() @ h)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+def test_the_host_never_waits_for_the_device(backward):
+    """CUDA's synchronisation detector raises inside forward and backward."""
+    case = Case(
+        ce_weight=0.7, temperature=2.0, mask=True, bias=True, padding=8, backward=backward, dtype=torch.bfloat16
+    )
+    tensors = make(case, "cuda")
+    for mode in ("default", "error"):  # the first run compiles kernels, which may wait
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            torch.autograd.grad(fused(case, tensors).loss.sum(), tensors.leaves())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def head_of(logits):

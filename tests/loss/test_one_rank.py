@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from megatron_kd.loss import KDObjective, TeacherTopK, fused_linear_kl
-from tests.loss.cases import Case, dense, fused, make, name, pairwise, relative_error, whole_grid
+from tests.loss.cases import DEVICES, Case, dense, fused, make, name, pairwise, relative_error, whole_grid
 
 BOUND = 1e-10
 
 
-def check_against_dense(case):
+def check_against_dense(case, device="cpu"):
     """The loss and all gradients, for two incoming gradients: one number for all rows, and another for each."""
-    tensors = make(case)
+    tensors = make(case, device)
     leaves = tensors.leaves()
     wanted = dense(case, tensors)
     found = fused(case, tensors).loss
     assert found.shape == wanted.shape
     assert relative_error(found, wanted) <= BOUND
-    for weights in (torch.full((), 2.5), tensors.upstream):
+    for weights in (torch.full((), 2.5, device=device), tensors.upstream):
         wanted_gradients = torch.autograd.grad((wanted * weights).sum(), leaves, retain_graph=True)
         total = found.sum() * weights if weights.dim() == 0 else (found * weights).sum()
         found_gradients = torch.autograd.grad(total, leaves, retain_graph=True)
@@ -33,9 +33,10 @@ def check_against_dense(case):
 
 
 @pytest.mark.parametrize("case", [replace(case, layout=(1, False)) for case in pairwise()], ids=name)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore:fused_linear_kl")
-def test_equals_dense_autograd(case):
-    check_against_dense(case)
+def test_equals_dense_autograd(case, device):
+    check_against_dense(case, device)
 
 
 @pytest.mark.full
