@@ -1,5 +1,7 @@
 """What goes in comes out: against plain zarr and NumPy, which know nothing of this package."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import zarr
@@ -14,20 +16,13 @@ def make(folder, m):
     return TeacherCache.open(folder)
 
 
-def plain_entries(group):
-    """ids and log-probs from a group that plain zarr has opened."""
-    planes, steps = group["topk_rank"][:].astype(np.int64), group["topk_logprob_step"][:].astype(np.uint16)
-    rank = sum(planes[:, p] << 8 * p for p in range(planes.shape[1]))
-    start, token = group["context_start"][:], group["tokens"][:][:, :-1, None]
-    length = start[token + 1] - start[token]
-    ids = np.where(
-        rank < length,
-        np.take(group["context_ids"][:], start[token] + rank, mode="clip"),
-        np.take(group["id_by_rank"][:], rank - length, mode="clip"),
-    )
-    ids[rank == 256 ** planes.shape[1] - 1] = -1
-    bits = np.cumsum(steps[:, 0] + 256 * steps[:, 1], axis=-1, dtype=np.uint16)
-    return ids, -bits.view(np.float16).astype(np.float32)
+def plain_entries(folder):
+    """ids and log-probs, by the very code that docs/cache-format.md gives."""
+    text = (Path(__file__).parents[2] / "docs" / "cache-format.md").read_text(encoding="utf-8")
+    code = text.split("```python\n")[1].split("```")[0]
+    found = {}
+    exec(code.replace("teacher.zarr", str(folder)).replace("slice(0, 8)", "slice(None)"), found)
+    return found["ids"], found["logprobs"]
 
 
 @pytest.mark.parametrize("vocab_size", [500, 61438, 61439, 65535, 65536, 131072, 151936, 201088, 262144])
@@ -38,7 +33,7 @@ def test_plain_zarr_reads_it(tmp_path, vocab_size):
     make(tmp_path, m)
     group, want = zarr.open_group(tmp_path, mode="r"), targets(m, range(m.samples))
 
-    ids, logprobs = plain_entries(group)
+    ids, logprobs = plain_entries(tmp_path)
 
     np.testing.assert_allclose(logprobs, want["logprobs"], rtol=2**-11)
     for row, other, lp in zip(ids.reshape(-1, m.k), want["ids"].reshape(-1, m.k), want["logprobs"].reshape(-1, m.k)):
@@ -56,7 +51,7 @@ def test_reader_agrees_with_plain_zarr(tmp_path, vocab_size):
     m = manifest(vocab_size=vocab_size)
     cache, group, order = make(tmp_path, m), zarr.open_group(tmp_path, mode="r"), [9, 3, 3, 0, 8, 4]
     batch = cache.read(order)
-    np.testing.assert_array_equal(batch.ids, plain_entries(group)[0][order])
+    np.testing.assert_array_equal(batch.ids, plain_entries(tmp_path)[0][order])
     np.testing.assert_array_equal(batch.tokens, group["tokens"][:][order])
     np.testing.assert_array_equal(batch.segment, group["segment"][:][order])
     for index in range(m.blocks):
