@@ -4,8 +4,8 @@
                        Σ exp((z − m)/τ), rescaled whenever m grows
     logit_gradient_    read and write the row once, in place, then write the entries
 
-Arithmetic is fp32 (fp64 for fp64 logits) whatever the logits' type. Row offsets are 64-bit: at 14,135 rows of 151,936
-columns a 32-bit one overflows.
+Arithmetic is fp32 (fp64 for fp64 logits) whatever the logits' type; τ is a constant of the compiled kernel, as an
+argument would be fp32. Row offsets are 64-bit: at 14,135 rows of 151,936 columns a 32-bit one overflows.
 
 Shapes: C rows, V columns of this rank's true vocabulary (rows may be further apart than V), E entries.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_kd.loss.kernels import RowSums
 
-_LARGEST_BLOCK = 8192
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 256, 8192
 _ENTRY_BLOCK = 128
 _WARPS = 8
 
@@ -44,7 +44,7 @@ def row_statistics(logits: Tensor, support: Tensor, inverse_temperature: float, 
             maximum,
             total,
             total if plain_total is None else plain_total,
-            inverse_temperature,
+            INVERSE_TEMPERATURE=inverse_temperature,
             PLAIN=plain,
             WIDE=kind == torch.float64,
             BLOCK=_block(columns),
@@ -79,7 +79,7 @@ def logit_gradient_(
         shift.to(kind),
         dense,
         dense if plain is None else plain.to(kind),
-        inverse_temperature,
+        INVERSE_TEMPERATURE=inverse_temperature,
         PLAIN=plain is not None,
         WIDE=kind == torch.float64,
         BLOCK=_block(columns),
@@ -89,7 +89,7 @@ def logit_gradient_(
 
 
 def _block(columns: int) -> int:
-    return min(_LARGEST_BLOCK, triton.next_power_of_2(columns))
+    return max(_SMALLEST_BLOCK, min(_LARGEST_BLOCK, triton.next_power_of_2(columns)))
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def _statistics(  # type: ignore[no-untyped-def]
     maximum,
     total,
     plain_total,
-    inverse_temperature,
+    INVERSE_TEMPERATURE: tl.constexpr,
     PLAIN: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -129,7 +129,7 @@ def _statistics(  # type: ignore[no-untyped-def]
         origin = tl.where(new_top == -float("inf"), tl.zeros((), kind), new_top)
         z = z - origin
         correction = top - origin
-        sum_tau = sum_tau * tl.exp(correction * inverse_temperature) + tl.sum(tl.exp(z * inverse_temperature), 0)
+        sum_tau = sum_tau * tl.exp(correction * INVERSE_TEMPERATURE) + tl.sum(tl.exp(z * INVERSE_TEMPERATURE), 0)
         if PLAIN:
             sum_plain = sum_plain * tl.exp(correction) + tl.sum(tl.exp(z), 0)
         top = new_top
@@ -150,7 +150,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     shifts,
     dense,
     plain,
-    inverse_temperature,
+    INVERSE_TEMPERATURE: tl.constexpr,
     PLAIN: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -167,7 +167,7 @@ def _gradient(  # type: ignore[no-untyped-def]
         column = first + tl.arange(0, BLOCK)
         inside = column < columns
         z = tl.load(line + column, mask=inside, other=0.0).to(kind) - shift
-        gradient = coefficient * tl.exp(z * inverse_temperature)
+        gradient = coefficient * tl.exp(z * INVERSE_TEMPERATURE)
         if PLAIN:
             gradient += plain_coefficient * tl.exp(z)
         tl.store(line + column, gradient.to(logits.dtype.element_ty), mask=inside)
