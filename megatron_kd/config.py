@@ -39,7 +39,7 @@ class DataConfig:
     sequence_length: int = 512  # positions in a packed sample
     held_out: float = 0.1  # fraction of the documents, from the end, never trained on
     samples_dir: str = ""  # where the packed samples lie; empty: <run_dir>/samples
-    max_samples: int | None = None  # train on at most so many samples; null: all
+    max_samples: int | None = None  # train on at most so many samples, spread evenly over the text; null: all
 
 
 @_section

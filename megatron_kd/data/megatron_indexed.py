@@ -53,11 +53,10 @@ def read_indexed(index: Path, field: str = "") -> Iterator[NDArray[np.int32]]:
     end = max((offsets + lengths.astype(np.int64) * dtype.itemsize).max(), 0) if sequences else 0
     if size < end:
         raise SourceError(f"{ids_file}: {size} bytes where its index needs {end}; they do not belong together")
+    stored = np.memmap(ids_file, np.uint8, "r") if size > 0 else np.empty(0, np.uint8)
     for first, last in pairwise(documents):
-        parts = [
-            np.fromfile(ids_file, dtype, int(lengths[number]), offset=int(offsets[number]))
-            for number in range(first, last)
-        ]
+        spans = [(int(offsets[n]), int(offsets[n]) + int(lengths[n]) * dtype.itemsize) for n in range(first, last)]
+        parts = [stored[begin:end].view(dtype) for begin, end in spans]
         yield np.concatenate(parts).astype(np.int32) if parts else np.empty(0, np.int32)
 
 

@@ -15,6 +15,7 @@ import dataclasses
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -147,10 +148,9 @@ def _write(folder: Path, data: DataConfig, parameters: dict[str, Any], tokenizer
             raise SourceError(f"data.source {data.source}: no text in it; at least one document is needed")
         splits = {}
         for split, part in split_documents(stream, data.held_out).items():
-            count = part.sample_count(data.sequence_length)
-            if split == "train" and data.max_samples is not None:
-                count = min(count, data.max_samples)
-            splits[split] = dataclasses.asdict(_write_split(result / split, part, count, parameters))
+            most = data.max_samples if split == "train" else None
+            chosen = choose_samples(part.sample_count(data.sequence_length), most)
+            splits[split] = dataclasses.asdict(_write_split(result / split, part, chosen, parameters))
         record = {"parameters": parameters, "splits": splits}
         (result / "samples.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         try:
@@ -161,8 +161,15 @@ def _write(folder: Path, data: DataConfig, parameters: dict[str, Any], tokenizer
             _require_same(folder, parameters)
 
 
-def _write_split(folder: Path, stream: TokenStream, count: int, parameters: dict[str, Any]) -> SplitCounts:
-    length = parameters["sequence_length"]
+def choose_samples(count: int, most: int | None) -> np.ndarray:
+    """Numbers of the samples to keep, ascending: all of them, or `most` of them spread evenly over the text."""
+    if most is None or most >= count:
+        return np.arange(count)
+    return np.arange(most) * count // most
+
+
+def _write_split(folder: Path, stream: TokenStream, chosen: np.ndarray, parameters: dict[str, Any]) -> SplitCounts:
+    length, count = parameters["sequence_length"], len(chosen)
     folder.mkdir(parents=True)
     shapes = PackedSamples((count, length + 1), (count, length), (count, length))
     dtypes = PackedSamples(np.int32, np.int32, np.uint8)
@@ -170,20 +177,32 @@ def _write_split(folder: Path, stream: TokenStream, count: int, parameters: dict
         open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=shape)
         for name, dtype, shape in zip(PackedSamples._fields, dtypes, shapes)
     ]
-    step = max(_PACK_TOKENS // length, 1)
-    learnt, digest = 0, xxhash.xxh3_128()
-    for first in range(0, count, step):
-        last = min(first + step, count)
+    learnt, digest, written = 0, xxhash.xxh3_128(), 0
+    documents: set[int] = set()
+    for run in _runs(chosen, max(_PACK_TOKENS // length, 1)):
+        first, last = int(run[0]), int(run[-1]) + 1
         packed = pack(stream, length, first, last, padding_id=parameters["end_of_document"])
         for array, values in zip(arrays, packed):
-            array[first:last] = values
+            array[written : written + len(run)] = values
             digest.update(values.data)
+        written += len(run)
         learnt += int(packed.loss_mask.sum())
+        touched = np.searchsorted(stream.starts, [first * length, min(last * length, len(stream.tokens) - 1)], "right")
+        documents.update(range(touched[0] - 1, touched[1]))
     for array in arrays:
         array.flush()
-    used = min(count * length + 1, len(stream.tokens)) if count else 0
-    documents = int(np.searchsorted(stream.starts, used))
-    return SplitCounts(documents=documents, tokens=used, samples=count, learnt=learnt, hash=digest.hexdigest())
+    # A sample's last label is a token of its own where the sample that begins with it was not chosen.
+    inputs = np.minimum(length, len(stream.tokens) - chosen * length)
+    labels = ((chosen + 1) * length < len(stream.tokens)) & ~np.isin(chosen + 1, chosen)
+    tokens = int(inputs.sum() + labels.sum())
+    return SplitCounts(documents=len(documents), tokens=tokens, samples=count, learnt=learnt, hash=digest.hexdigest())
+
+
+def _runs(chosen: np.ndarray, longest: int) -> Iterator[np.ndarray]:
+    """Consecutive numbers together, at most `longest` of them."""
+    for run in np.split(chosen, np.flatnonzero(np.diff(chosen) != 1) + 1):
+        for start in range(0, len(run), longest):
+            yield run[start : start + longest]
 
 
 def _read_record(folder: Path) -> dict[str, Any]:

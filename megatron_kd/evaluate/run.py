@@ -60,9 +60,7 @@ def divergences(folders: Mapping[str, Path], config: RunConfig, console: Console
     samples = load_samples(config.samples_dir, "held_out")
     count = min(len(samples), config.evaluate.samples or len(samples))
     dtype = platform.compute_dtype(config.teacher.dtype)
-    engines = {
-        name: HfEngine(folder, dtype, platform.device()) for name, folder in folders.items()
-    }
+    engines = {name: HfEngine(folder, dtype, platform.device()) for name, folder in folders.items()}
     totals = {name: Divergence() for name in folders}
     console.quantity("held-out samples", count, f"{count * samples.tokens.shape[1] - count:,} positions")
     with console.progress("evaluate", count, "sample") as progress:

@@ -70,12 +70,18 @@ def test_a_moved_source_is_the_same_source(tmp_path, tokenizer):
     prepare(dataclasses.replace(config, data=dataclasses.replace(config.data, source=str(moved))), tokenizer, SILENT)
 
 
-def test_max_samples_caps_training_only(tmp_path, tokenizer):
-    folder = prepare(run_config(tmp_path, max_samples=3), tokenizer, SILENT)
-    train = load_samples(folder, "train")
+def test_max_samples_spreads_fewer_training_samples_over_the_whole_text(tmp_path, tokenizer):
+    whole = load_samples(prepare(run_config(tmp_path), tokenizer, SILENT), "train")
+    fewer = run_config(tmp_path, max_samples=3, samples_dir=str(tmp_path / "fewer"))
+    train = load_samples(prepare(fewer, tokenizer, SILENT), "train")
     assert len(train) == train.counts.samples == 3
-    assert train.counts.tokens == 3 * 32 + 1
-    assert len(load_samples(folder, "held_out")) > 3
+    chosen = [0, len(whole) // 3, 2 * len(whole) // 3]
+    for name in ("tokens", "segment", "loss_mask"):
+        assert np.array_equal(getattr(train, name), getattr(whole, name)[chosen])
+    assert train.counts.tokens == 3 * 33  # none of the three begins where another ends
+    assert train.counts.learnt == train.loss_mask.sum()
+    assert train.counts.documents == sum(len(set(row)) for row in train.segment.tolist())
+    assert len(load_samples(tmp_path / "fewer", "held_out")) > 3
 
 
 def test_no_text_leaves_nothing_behind(tmp_path, tokenizer):
