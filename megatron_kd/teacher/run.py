@@ -48,6 +48,8 @@ def cache_teacher(config: RunConfig) -> str:
     else:
         samples_dir = await_samples(config)
     samples = load_samples(samples_dir, config.cache.split)
+    if not len(samples):
+        raise ValueError(f"{samples_dir} has no samples in split {config.cache.split}; give more text or data.held_out")
     manifest = make_manifest(config, folder, samples)
     writer = open_if_there(config.cache_url, manifest)
     missing = list(range(manifest.blocks)) if writer is None else writer.missing_blocks()
@@ -69,7 +71,10 @@ def cache_teacher(config: RunConfig) -> str:
 
 
 def make_manifest(config: RunConfig, folder: Path, samples: SampleSet) -> Manifest:
-    """Everything that decides the cache's bytes, from the configuration, the weights and the prepared samples."""
+    """Everything that decides the cache's bytes, from the configuration, the weights and the prepared samples.
+
+    The run's seed is not among it: it orders the training, and one cache serves every order.
+    """
     made = samples.parameters
     packing = {key: made[key] for key in ("packing", "held_out", "field", "end_of_document")}
     model = config.teacher.model
@@ -88,7 +93,6 @@ def make_manifest(config: RunConfig, folder: Path, samples: SampleSet) -> Manife
         block=config.cache.block,
         temperatures=config.cache.temperatures,
         codecs=config.cache.encoding,
-        seed=config.seed,
         device=platform.device().type,
         micro_batch=config.teacher.micro_batch,
         versions={**library_versions(), "torch": torch.__version__, "transformers": transformers.__version__},

@@ -156,6 +156,17 @@ def test_the_held_out_samples_can_be_cached_too(teacher, tmp_path):
     assert manifest.samples == len(load_samples(config.samples_dir, "held_out"))
 
 
+def test_a_split_without_samples_is_refused(teacher, tmp_path):
+    config = run_config(teacher, tmp_path, split="held_out")
+    with pytest.raises(ValueError, match="no samples in split held_out"):
+        cache_teacher(replace(config, data=replace(config.data, held_out=0.0)))
+
+
+def test_another_order_of_training_uses_the_same_cache(teacher, tmp_path):
+    config = run_config(teacher, tmp_path)
+    assert cache_teacher(config) == cache_teacher(replace(config, seed=config.seed + 1))
+
+
 def test_progress_is_recorded(teacher, tmp_path):
     config = run_config(teacher, tmp_path)
     cache_teacher(config)
