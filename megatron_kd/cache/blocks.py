@@ -91,8 +91,10 @@ class BlockStore:
             ranges[name] = [(keys[name], *chunks[part]) for part in self._decoders[name].parts(target.shape[-1])]
         found = iter(self.store.read_ranges(list(itertools.chain.from_iterable(ranges.values()))))
         for name, target in out.items():
-            with self._naming(index, name):
+            try:
                 self._decoders[name].sample([_there(next(found)) for _ in ranges[name]], target)
+            except DamagedChunk as error:
+                raise self._named(index, name, error) from error
 
     def leftovers(self) -> list[str]:
         """Keys of files that a killed writer left incomplete."""
@@ -137,7 +139,10 @@ class BlockStore:
         try:
             yield
         except DamagedChunk as error:
-            raise DamagedChunk(f"{self.store.url}: block {index}, array {array}: {error}; {_REPAIR}") from error
+            raise self._named(index, array, error) from error
+
+    def _named(self, index: int, array: str, error: DamagedChunk) -> DamagedChunk:
+        return DamagedChunk(f"{self.store.url}: block {index}, array {array}: {error}; {_REPAIR}")
 
 
 def _there(data: bytes | None) -> bytes:

@@ -56,6 +56,8 @@ class ChunkDecoder:
             self.index_bytes = 16 * math.prod(grid) + 4
             for place in np.ndindex(grid[1:]):
                 self._windows.append(tuple(slice(p * n, (p + 1) * n) for p, n in zip(place, self._inner[1:])))
+        self._all = list(range(len(self._windows)))
+        self._bytes = math.prod(self._inner) * self.dtype.itemsize
         self._decompress = _decompressor(codecs)
 
     def index(self, data: bytes, rows: int) -> np.ndarray:
@@ -70,12 +72,14 @@ class ChunkDecoder:
     def chunk(self, data: bytes | memoryview) -> np.ndarray:
         """One inner chunk; the whole array where it is not sharded."""
         body = self._decompress(_checked(data))
-        if len(body) != math.prod(self._inner) * self.dtype.itemsize:
+        if len(body) != self._bytes:
             raise DamagedChunk(f"it decodes to {len(body)} bytes, not those of {self.dtype} {self._inner}")
         return np.frombuffer(body, self.dtype).reshape(self._inner)
 
     def parts(self, length: int) -> list[int]:
         """Which of a sample's G chunks hold the first `length` places of the last axis."""
+        if length >= self._shard[-1]:
+            return self._all
         return [number for number, window in enumerate(self._windows) if window[-1].start < length]
 
     def sample(self, chunks: Sequence[bytes | memoryview], out: np.ndarray) -> None:

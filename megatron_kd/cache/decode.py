@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_kd.cache.ranks import RankCoder
+from megatron_kd.cache.ranks import RankCoder, RankScratch
 from megatron_kd.cache.schema import Manifest
 
 _INFINITY_BITS = 0x7C00  # float16
@@ -65,7 +65,7 @@ class SampleDecoder:
         self._bits = np.empty((s, manifest.k), np.uint16)
         self._logprobs = np.empty((s, manifest.k), np.float32)
         self._tail, self._logz = np.empty(s, np.float16), np.empty((s, t), np.float32)
-        self._inside, self._place = np.empty((s, k), bool), np.empty((s, k), np.intp)
+        self._scratch = RankScratch(s, k)
 
     def places(self, batch: CacheBatch, row: int) -> dict[str, np.ndarray]:
         """Array → where one sample of it has to be put; those not named are not needed."""
@@ -81,7 +81,7 @@ class SampleDecoder:
 
     def finish(self, batch: CacheBatch, row: int) -> None:
         """Ids, log-probs and tail of the sample that was put into `places`."""
-        self._ranks.decode(batch.tokens[row, :-1], self._rank, batch.ids[row], self._inside, self._place)
+        self._ranks.decode(batch.tokens[row, :-1], self._rank, batch.ids[row], self._scratch)
         whole = self._k == self._bits.shape[1]
         logprobs = batch.logprobs[row] if whole else self._logprobs
         decode_logprobs(self._bits, logprobs)

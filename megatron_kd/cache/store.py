@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import fsspec
 
 Url = str | os.PathLike[str]
-_S3_PATIENCE = {"connect_timeout": 5, "retries": {"max_attempts": 3, "mode": "standard"}}
+_S3_PATIENCE = {"connect_timeout": 5, "retries": {"max_attempts": 2, "mode": "standard"}}
 PARTIAL = ".partial"  # suffix of a file that is not complete; a killed writer may leave one
 
 
@@ -128,7 +128,7 @@ class RemoteStore:
         # A listing kept from before would hide what other writers have done since.
         self._options = {"use_listings_cache": False, **storage_options}
         if url.startswith(("s3://", "s3a://")):
-            # A server that is gone is reported within seconds; the default goes on for minutes.
+            # s3fs itself tries five times: a server that is gone is reported within seconds, not minutes.
             self._options.setdefault("config_kwargs", _S3_PATIENCE)
         self._connect()
 

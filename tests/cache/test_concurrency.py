@@ -22,12 +22,15 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_eight_ranks_start_at_once(tmp_path, folder):
+@pytest.mark.parametrize("number", [3, pytest.param(8, marks=pytest.mark.full)])
+def test_many_ranks_start_at_once(tmp_path, folder, number):
     """On an empty place: none reads half a cache, each writes its own blocks, the bytes are those of one writer."""
     command = [sys.executable, "-m", "tests.cache.killed_writer", str(tmp_path)]
     ranks = [
-        subprocess.Popen([*command, str(rank), "8", "-1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(8)
+        subprocess.Popen(
+            [*command, str(rank), str(number), "-1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(number)
     ]
     for rank in ranks:
         _, errors = rank.communicate(timeout=120)

@@ -37,14 +37,14 @@ def undisturbed(tmp_path_factory):
 
 def check_resume(folder, undisturbed):
     """Whatever was committed is good already; the rest, and only it, is computed again."""
-    try:
-        missing = CacheWriter.resume(folder, M).missing_blocks()
-    except Exception:  # killed before the cache existed
-        missing = list(range(M.blocks))
-    cache = TeacherCache.open(folder) if len(missing) < M.blocks else None
+    before = {name: data for name, data in files(folder).items() if name.startswith("commit/c.")}
+    writer = CacheWriter.open_or_create(folder, M, table(M))
+    missing = writer.missing_blocks()
+    assert missing == [index for index in range(M.blocks) if f"commit/c.{index}" not in before]
+    cache = TeacherCache.open(folder)
     for index in set(range(M.blocks)) - set(missing):
         cache.read_block(index)
-    assert finish(start(folder, 0, 1)) == (0, missing)
+    fill(writer)
     assert {name: data for name, data in files(folder).items() if not name.endswith(".partial")} == undisturbed
     assert verify(folder).ok
 

@@ -1,12 +1,16 @@
 """A cache behind an S3 API on loopback; the writer when its store fails; how many files are open."""
 
+import contextlib
 import errno
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 
 import google_crc32c
 import numpy as np
@@ -35,13 +39,13 @@ def s3():
     keys = {"aws_access_key_id": "k", "aws_secret_access_key": "s", "region_name": "us-east-1"}
     boto3.client("s3", endpoint_url=endpoint, **keys).create_bucket(Bucket="bucket")
     options = {"key": "k", "secret": "s", "client_kwargs": {"region_name": "us-east-1"}, "endpoint_url": endpoint}
-    yield "s3://bucket/caches", options, server
+    yield "s3://bucket/caches", options
     server.stop()
 
 
 def test_s3(s3, tmp_path):
-    """The same bytes as on disk; read whole or in ranges; a damaged object is found, a lost server reported."""
-    folder, options, server = s3
+    """The same bytes as on disk; read whole or in ranges; damaged and missing objects are found."""
+    folder, options = s3
     url = f"{folder}/c.zarr"
     fill(CacheWriter.create(tmp_path, M, table(M)))
     writer = CacheWriter.open_or_create(url, M, table(M), options)
@@ -63,11 +67,57 @@ def test_s3(s3, tmp_path):
     fill(CacheWriter.resume(url, M, options), [1, 2])
     assert verify(url, options).ok
 
-    server.stop()
-    begin = time.monotonic()
-    with pytest.raises(OSError, match=r"s3://bucket/caches/c\.zarr: .*[Cc]onnect"):
-        fill(writer, [1])
-    assert time.monotonic() - begin < 10
+
+@pytest.mark.full
+def test_a_server_that_drops_connections(s3):
+    """It hangs up on every other request at first, which is made good for, then on every one, which is reported."""
+    folder, options = s3
+    with dropping_proxy(options["endpoint_url"]) as (endpoint, every):
+        through = options | {"endpoint_url": endpoint}
+        writer = CacheWriter.create(f"{folder}/d.zarr", M, table(M), through)
+        every[0] = 2
+        fill(writer, [0])
+        every[0] = 1
+        begin = time.monotonic()
+        with pytest.raises(OSError, match=r"s3://bucket/caches/d\.zarr"):
+            fill(writer, [1])
+        assert time.monotonic() - begin < 10
+    resumed = CacheWriter.resume(f"{folder}/d.zarr", M, options)
+    assert resumed.missing_blocks() == [1, 2]
+    fill(resumed)
+    assert verify(f"{folder}/d.zarr", options).ok
+
+
+@contextmanager
+def dropping_proxy(endpoint):
+    """Forwards to `endpoint`; hangs up on every n-th connection. Yields its own address and [n], 0 for never."""
+    host, port = endpoint.removeprefix("http://").split(":")
+    listener, every, count = socket.create_server(("127.0.0.1", 0)), [0], 0
+
+    def pump(source, target):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def serve():
+        nonlocal count
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                count += 1
+                if every[0] and count % every[0] == 0:
+                    client.close()
+                    continue
+                server = socket.create_connection((host, int(port)))
+                for pair in ((client, server), (server, client)):
+                    threading.Thread(target=pump, args=pair, daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", every
+    listener.close()
 
 
 def test_any_fsspec_url(tmp_path):
