@@ -34,8 +34,8 @@ class TeacherConfig:
 
 @_section
 class DataConfig:
-    source: str  # a text file, a folder of them, a .jsonl file, or python-docs (Python's own language reference)
-    field: str = "text"  # the field that holds the text, for JSONL
+    source: str  # text file or folder, .jsonl, .parquet, saved data set, Megatron .bin, or python-docs (Python's own)
+    field: str = "text"  # the field that holds the text, or a conversation: a list of {role, content}
     sequence_length: int = 512  # positions in a packed sample
     held_out: float = 0.1  # fraction of the documents, from the end, never trained on
     samples_dir: str = ""  # where the packed samples lie; empty: <run_dir>/samples
@@ -46,10 +46,13 @@ class DataConfig:
 class CacheConfig:
     url: str = ""  # a path or any fsspec URL; empty: <run_dir>/teacher.zarr
     split: Literal["train", "held_out"] = "train"  # which samples the teacher reads
-    k: int = 100  # teacher entries a position
+    entries: Literal["topk", "sampled"] = "topk"  # the most probable ones, or draws from the teacher (merged)
+    k: int = 100  # teacher entries a position, for topk
+    draws: int = 12  # draws a position, for sampled; the loss needs kind renormalized
     block: int = 64  # samples written, committed and resumed as one
     temperatures: tuple[float, ...] = (1.0,)  # softmax temperatures the cache can serve; 1 comes first
-    encoding: str = "lossless"  # lossless, or a preset that trades fidelity for bytes (see docs)
+    encoding: str = "lossless"  # lossless, or a preset that trades fidelity for bytes (docs/cache-format.md)
+    ignore_disk_space: bool = False  # start though the disk looks too small for the finished cache
 
 
 @_section

@@ -73,11 +73,12 @@ def cache_teacher(config: RunConfig) -> str:
 def make_manifest(config: RunConfig, folder: Path, samples: SampleSet) -> Manifest:
     """Everything that decides the cache's bytes, from the configuration, the weights and the prepared samples.
 
-    The run's seed is not among it: it orders the training, and one cache serves every order.
+    The run's seed is among it only where entries are drawn: it orders the training, and one cache serves every order.
     """
     made = samples.parameters
     packing = {key: made[key] for key in ("packing", "held_out", "field", "end_of_document")}
-    model = config.teacher.model
+    model, cache = config.teacher.model, config.cache
+    sampled = cache.entries == "sampled"
     return Manifest(
         teacher=Path(model).name if Path(model).exists() else model,
         teacher_revision=weights_hash(folder),
@@ -89,10 +90,13 @@ def make_manifest(config: RunConfig, folder: Path, samples: SampleSet) -> Manife
         packing=" ".join(f"{key}={value}" for key, value in {**packing, "split": config.cache.split}.items()),
         samples=len(samples),
         seq_length=made["sequence_length"],
-        k=config.cache.k,
-        block=config.cache.block,
-        temperatures=config.cache.temperatures,
-        codecs=config.cache.encoding,
+        entries=cache.entries,
+        draws=cache.draws if sampled else 0,
+        k=min(cache.draws, made["vocab_size"]) if sampled else cache.k,
+        seed=config.seed if sampled else 0,
+        block=cache.block,
+        temperatures=cache.temperatures,
+        codecs=cache.encoding,
         device=platform.device().type,
         micro_batch=config.teacher.micro_batch,
         versions={**library_versions(), "torch": torch.__version__, "transformers": transformers.__version__},
@@ -109,7 +113,8 @@ def _show_plan(config: RunConfig, manifest: Manifest, missing: int, ranks: int, 
     console.quantity("blocks", manifest.blocks, f"of {manifest.block} samples, in {size.objects:,} objects")
     console.quantity("expected size", byte_count(size.bytes), f"about {size.bytes_per_token:.0f} bytes a position")
     console.quantity("missing blocks", missing, f"on {ranks} rank(s); the others are committed")
-    check_space(config.cache_url, size.bytes * missing // max(manifest.blocks, 1))
+    if not config.cache.ignore_disk_space:
+        check_space(config.cache_url, size.bytes * missing // max(manifest.blocks, 1))
 
 
 def _show_engine(engine: TeacherEngine, seconds: float, console: Console) -> None:
