@@ -6,7 +6,8 @@
 
 The statistics of chunk i travel while chunk i + 1 is projected; where chunk i's logits are still needed then
 (in_forward with several ranks) the buffer is split into two slots of half the rows. The reduction of dh travels
-during the dW GEMM and the next chunk's projection.
+during the dW GEMM and the next chunk's projection; under sequence parallelism the next chunk's hidden rows are
+gathered during this one's work.
 
 Shapes: N positions, n of them on this rank, C rows of a chunk, D hidden, Vp columns, K entries, E = K or K + 1.
 """
@@ -28,9 +29,10 @@ from megatron_kd.loss.weight_grad import WeightGradient
 
 
 @dataclass(frozen=True)
-class HeadInputs:
-    """The tensors of a call, positions flattened."""
+class Head:
+    """A call's plan and its tensors, positions flattened."""
 
+    plan: Plan
     hidden: Tensor  # [n, D]
     weight: Tensor  # [Vp, D]
     bias: Tensor | None  # [Vp]
@@ -38,49 +40,59 @@ class HeadInputs:
     labels: Tensor | None  # [N]
     loss_mask: Tensor | None  # [N]
 
+    def take(self, x: Tensor, span: slice) -> Tensor:
+        """A chunk's rows of a tensor of the whole sequence."""
+        return self.plan.shard.take(x, span)
+
+    def dead(self, span: slice) -> Tensor | None:
+        """[C]: which of a chunk's rows are masked; None: none can be."""
+        return None if self.loss_mask is None else self.take(self.loss_mask, span) == 0
+
+    def true_weight(self) -> Tensor:
+        """[columns, D]: the weight without its padding."""
+        return self.weight[: self.plan.shard.columns]
+
 
 @dataclass(frozen=True)
 class RowResults:
     """Per-position results of the forward pass (fp64 [N])."""
 
     partition: Partition
-    on_support: Tensor  # Σ_S π·(log π − log q) over the entries of this rank
+    on_support: Tensor  # Σ_S π·(log π − log q), over the entries of this rank until summed
     on_tail: Tensor  # T·(log T − log T_q)
     teacher_tail: Tensor
     label_logit: Tensor  # meaningless without labels
 
     @staticmethod
-    def empty(hidden: Tensor, positions: int) -> RowResults:
+    def empty(head: Head) -> RowResults:
         """Room for N positions."""
-        columns = [hidden.new_empty(positions, dtype=torch.float64) for _ in range(8)]
+        columns = [head.hidden.new_empty(head.plan.positions, dtype=torch.float64) for _ in range(8)]
         return RowResults(Partition(*columns[:4]), *columns[4:])
 
 
 class HeadGradients:
-    """Running gradients of one pass; a tensor that needs none is None."""
+    """Running gradients of one pass; one that is not needed is None."""
 
-    def __init__(
-        self, inputs: HeadInputs, plan: Plan, needs: tuple[bool, bool, bool], main_grad: Tensor | None
-    ) -> None:
+    def __init__(self, head: Head, needs: tuple[bool, bool, bool], main_grad: Tensor | None) -> None:
         need_hidden, need_weight, need_bias = needs
-        self.hidden = torch.empty_like(inputs.hidden) if need_hidden else None
-        self.weight = WeightGradient(inputs.weight, plan.shard.columns, main_grad) if need_weight else None
-        wide = torch.promote_types(inputs.weight.dtype, torch.float32)
-        self.bias = torch.zeros_like(inputs.weight[:, 0], dtype=wide) if need_bias else None
+        self.hidden = torch.empty_like(head.hidden) if need_hidden else None
+        self.weight = WeightGradient(head.weight, head.plan.shard.columns, main_grad) if need_weight else None
+        wide = torch.promote_types(head.weight.dtype, torch.float32)
+        self.bias = torch.zeros_like(head.weight[:, 0], dtype=wide) if need_bias else None
         self._reducing: Pending | None = None
 
-    def add(self, inputs: HeadInputs, plan: Plan, span: slice, hidden: Tensor, dlogits: Tensor) -> None:
+    def add(self, head: Head, span: slice, hidden: Tensor, dlogits: Tensor) -> None:
         """Add a chunk's share."""
-        weight = inputs.weight[: plan.shard.columns]
+        shard = head.plan.shard
         if self.hidden is not None:
             self.wait()
             out = self.hidden[span]
-            partial = torch.empty_like(hidden) if plan.shard.sequence_parallel else out
-            self._reducing = plan.shard.reduce_rows(gemm.multiply(dlogits, weight, partial), out)
+            partial = torch.empty_like(hidden) if shard.sequence_parallel else out
+            self._reducing = shard.reduce_rows(gemm.multiply(dlogits, head.true_weight(), partial), out)
         if self.weight is not None:
             self.weight.add(dlogits, hidden)
         if self.bias is not None:
-            self.bias[: plan.shard.columns] += dlogits.sum(0, dtype=self.bias.dtype)
+            gemm.add_column_sums(self.bias[: shard.columns], dlogits)
 
     def wait(self) -> None:
         """Until dh is complete for everything added so far."""
@@ -89,67 +101,65 @@ class HeadGradients:
             self._reducing = None
 
 
-def forward_pass(inputs: HeadInputs, plan: Plan, gradients: HeadGradients | None) -> RowResults:
+def forward_pass(head: Head, gradients: HeadGradients | None) -> RowResults:
     """Statistics and losses of all rows; with `gradients`, also those of the sum of the weighted losses."""
-    results = RowResults.empty(inputs.hidden, plan.positions)
-    # With one rank there is nothing to wait for and a chunk is finished before the next is projected.
-    slots = 2 if gradients is not None and plan.shard.size > 1 else 1
-    spans = plan.spans(slots)
-    buffers = _buffers(inputs, plan, spans, slots)
+    results = RowResults.empty(head)
+    # With one rank there is nothing to wait for, and a chunk is finished before the next is projected.
+    alone = head.plan.shard.size == 1
+    slots = 2 if gradients is not None and not alone else 1
+    spans = head.plan.spans(slots)
+    buffers = _buffers(head, spans, slots)
     previous: _Chunk | None = None
-    for index, (span, hidden) in enumerate(_hidden_chunks(inputs, plan, spans)):
-        logits = _project(hidden, inputs, plan, buffers[index % slots])
+    for index, (span, hidden) in enumerate(_hidden_chunks(head, spans)):
+        logits = _project(head, hidden, buffers[index % slots])
         if previous is not None:
-            _finish(previous, inputs, plan, results, gradients)
-        previous = _measure(span, hidden, logits, inputs, plan)
-        if plan.shard.size == 1:
-            _finish(previous, inputs, plan, results, gradients)
+            _finish(head, previous, results, gradients)
+        previous = _measure(head, span, hidden, logits)
+        if alone:
+            _finish(head, previous, results, gradients)
             previous = None
     if previous is not None:
-        _finish(previous, inputs, plan, results, gradients)
+        _finish(head, previous, results, gradients)
     if gradients is not None:
         gradients.wait()
-    plan.shard.sum_(results.on_support)
+    head.plan.shard.sum_(results.on_support)
     return results
 
 
-def backward_pass(
-    inputs: HeadInputs, plan: Plan, partition: Partition, upstream: Tensor, gradients: HeadGradients
-) -> None:
+def backward_pass(head: Head, partition: Partition, upstream: Tensor, gradients: HeadGradients) -> None:
     """Gradients of Σ upstream·loss, upstream [N] fp64 without the mask's weights; projects every chunk again."""
-    spans = plan.spans(1)
-    (buffer,) = _buffers(inputs, plan, spans, 1)
-    for span, hidden in _hidden_chunks(inputs, plan, spans):
-        logits = _project(hidden, inputs, plan, buffer)
-        entries = _entries(inputs, plan, span)
-        z = _gather(logits, entries)
-        part = Partition(*(plan.shard.take(x, span) for x in partition))
-        _differentiate(logits, z, entries, part, plan.shard.take(upstream, span), inputs, plan, span)
-        gradients.add(inputs, plan, span, hidden, logits)
+    spans = head.plan.spans(1)
+    (buffer,) = _buffers(head, spans, 1)
+    for span, hidden in _hidden_chunks(head, spans):
+        logits = _project(head, hidden, buffer)
+        entries = _entries(head, span)
+        chunk = _Chunk(span, hidden, logits, entries, _gather(logits, entries), None)
+        part = Partition(*(head.take(x, span) for x in partition))
+        _differentiate(head, chunk, _target(head, span), part, head.take(upstream, span))
+        gradients.add(head, span, hidden, logits)
     gradients.wait()
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A chunk whose statistics are on their way."""
+    """A chunk in work."""
 
     span: slice
     hidden: Tensor  # [C, D]
-    logits: Tensor  # [C, columns]; support columns hold −inf
+    logits: Tensor  # [C, columns]; once measured, support columns hold −inf
     entries: Entries
     z: Tensor  # [C, E] fp64; the entries' logits, −inf where another rank holds them
-    statistics: Pending  # [t, n, C]
+    statistics: Pending | None  # [t, n, C], on their way
 
 
-def _measure(span: slice, hidden: Tensor, logits: Tensor, inputs: HeadInputs, plan: Plan) -> _Chunk:
+def _measure(head: Head, span: slice, hidden: Tensor, logits: Tensor) -> _Chunk:
     """Reduce a chunk on this rank and send its statistics: max and log-sums of the tail, and of the entries."""
-    tau = plan.objective.temperature
-    entries = _entries(inputs, plan, span)
+    plan, tau = head.plan, head.plan.objective.temperature
+    entries = _entries(head, span)
     z = _gather(logits, entries)
-    k = inputs.teacher.ids.shape[1]
+    k = head.teacher.ids.shape[1]
     sums = plan.kernels.row_statistics(logits, entries.columns[:, :k], 1 / tau, plan.two_partitions)
-    maximum = sums.maximum.double()
-    support = z[:, :k]
+    maximum, support = sums.maximum.double(), z[:, :k]
     columns = [maximum, maximum / tau + sums.total.double().log(), (support / tau).logsumexp(1)]
     if entries.is_label is not None:
         columns.append(z.masked_fill(~entries.is_label, -torch.inf).amax(1))
@@ -158,74 +168,62 @@ def _measure(span: slice, hidden: Tensor, logits: Tensor, inputs: HeadInputs, pl
     return _Chunk(span, hidden, logits, entries, z, plan.shard.gather_statistics(torch.stack(columns)))
 
 
-def _finish(
-    chunk: _Chunk, inputs: HeadInputs, plan: Plan, results: RowResults, gradients: HeadGradients | None
-) -> None:
+def _finish(head: Head, chunk: _Chunk, results: RowResults, gradients: HeadGradients | None) -> None:
     """Combine a chunk's statistics over ranks and write its rows' results."""
+    assert chunk.statistics is not None
     everyone = chunk.statistics.wait()
     shift, log_tail, log_support = everyone[:, 0].amax(0), everyone[:, 1].logsumexp(0), everyone[:, 2].logsumexp(0)
     log_z = torch.logaddexp(log_tail, log_support)
-    log_plain = everyone[:, -1].logsumexp(0) if plan.two_partitions else log_z
+    log_plain = everyone[:, -1].logsumexp(0) if head.plan.two_partitions else log_z
     part = Partition(shift.masked_fill(shift == -torch.inf, 0), log_z, log_tail, log_plain)
 
-    target = _target(inputs, plan, chunk.span)
-    put = plan.shard.put
-    for where, values in zip(results.partition, part):
-        put(where, chunk.span, values)
-    divergence = rows.support_divergence(target, chunk.z, chunk.entries, log_z, plan.objective.temperature)
-    put(results.on_support, chunk.span, divergence)
-    put(results.on_tail, chunk.span, rows.tail_divergence(target, part))
-    put(results.teacher_tail, chunk.span, target.teacher_tail)
-    if inputs.labels is not None:
-        put(results.label_logit, chunk.span, everyone[:, 3].amax(0))
+    target = _target(head, chunk.span)
+    values = [
+        *part,
+        rows.support_divergence(target, chunk.z, chunk.entries, log_z, head.plan.objective.temperature),
+        rows.tail_divergence(target, part),
+        target.teacher_tail,
+    ]
+    if head.labels is not None:
+        values.append(everyone[:, 3].amax(0))
+    places = (*results.partition, results.on_support, results.on_tail, results.teacher_tail, results.label_logit)
+    for place, value in zip(places, values):
+        head.plan.shard.put(place, chunk.span, value)
     if gradients is not None:
-        ones = torch.ones_like(log_z)
-        _differentiate(chunk.logits, chunk.z, chunk.entries, part, ones, inputs, plan, chunk.span)
-        gradients.add(inputs, plan, chunk.span, chunk.hidden, chunk.logits)
+        _differentiate(head, chunk, target, part, torch.ones_like(log_z))
+        gradients.add(head, chunk.span, chunk.hidden, chunk.logits)
 
 
-def _differentiate(
-    logits: Tensor,
-    z: Tensor,
-    entries: Entries,
-    part: Partition,
-    upstream: Tensor,
-    inputs: HeadInputs,
-    plan: Plan,
-    span: slice,
-) -> None:
-    """Turn a chunk of logits into dlogits in place."""
-    target = _target(inputs, plan, span)
-    dense, plain = rows.dense_coefficients(plan.objective, target, part)
-    values = rows.entry_gradients(plan.objective, target, part, z, entries)
-    if inputs.loss_mask is not None:
-        weight = plan.shard.take(inputs.loss_mask, span).double()
-        dead = weight == 0
+def _differentiate(head: Head, chunk: _Chunk, target: rows.Target, part: Partition, upstream: Tensor) -> None:
+    """Turn a chunk's logits into dlogits in place."""
+    objective = head.plan.objective
+    dense, plain = rows.dense_coefficients(objective, target, part)
+    values = rows.entry_gradients(objective, target, part, chunk.z, chunk.entries)
+    dead = head.dead(chunk.span)
+    if head.loss_mask is not None and dead is not None:
         # A masked row's gradient is exactly 0, also where its upstream gradient is not a number.
-        upstream = (upstream * weight).masked_fill_(dead, 0)
-        values = values.masked_fill_(dead[:, None], 0)
-        dense = dense.masked_fill_(dead, 0)
-    plain = None if plain is None else plain * upstream
-    plan.kernels.logit_gradient_(
-        logits,
-        entries.columns,
+        upstream = (upstream * head.take(head.loss_mask, chunk.span).double()).masked_fill_(dead, 0)
+    head.plan.kernels.logit_gradient_(
+        chunk.logits,
+        chunk.entries.columns,
         values * upstream[:, None],
         part.shift,
         dense * upstream,
-        plain,
-        1 / plan.objective.temperature,
+        None if plain is None else plain * upstream,
+        1 / objective.temperature,
     )
 
 
-def _entries(inputs: HeadInputs, plan: Plan, span: slice) -> Entries:
+def _entries(head: Head, span: slice) -> Entries:
     """Columns of the support and of the label; a label on the support is marked there, not listed twice."""
-    ids = plan.shard.take(inputs.teacher.ids, span).long()
-    if inputs.labels is None:
-        return Entries(plan.shard.local_columns(ids), None)
-    label = plan.shard.take(inputs.labels, span).long()[:, None]
+    ids = head.take(head.teacher.ids, span).long()
+    local = head.plan.shard.local_columns
+    if head.labels is None:
+        return Entries(local(ids), None)
+    label = head.take(head.labels, span).long()[:, None]
     off_support = label.masked_fill((ids == label).any(1, keepdim=True), -1)
     ids = torch.cat([ids, off_support], dim=1)
-    return Entries(plan.shard.local_columns(ids), (ids == label) & (label >= 0))
+    return Entries(local(ids), (ids == label) & (label >= 0))
 
 
 def _gather(logits: Tensor, entries: Entries) -> Tensor:
@@ -233,41 +231,38 @@ def _gather(logits: Tensor, entries: Entries) -> Tensor:
     if logits.shape[1] == 0:
         return logits.new_full(entries.columns.shape, -torch.inf, dtype=torch.float64)
     z = logits.gather(1, entries.columns.clamp(min=0)).double()
-    return z.masked_fill_(entries.columns < 0, -torch.inf)
+    return z.masked_fill(entries.columns < 0, -torch.inf)
 
 
-def _target(inputs: HeadInputs, plan: Plan, span: slice) -> rows.Target:
-    take, teacher = plan.shard.take, inputs.teacher
-    tail = None if teacher.tail_logprob is None else take(teacher.tail_logprob, span)
-    chunk = TeacherTopK(take(teacher.ids, span), take(teacher.logprobs, span), tail)
-    return rows.make_target(plan.objective.kind, chunk, _dead(inputs, plan, span))
+def _target(head: Head, span: slice) -> rows.Target:
+    ids, logprobs, tail = (None if x is None else head.take(x, span) for x in head.teacher)
+    assert ids is not None
+    assert logprobs is not None
+    return rows.make_target(head.plan.objective.kind, TeacherTopK(ids, logprobs, tail), head.dead(span))
 
 
-def _dead(inputs: HeadInputs, plan: Plan, span: slice) -> Tensor | None:
-    return None if inputs.loss_mask is None else plan.shard.take(inputs.loss_mask, span) == 0
-
-
-def _hidden_chunks(inputs: HeadInputs, plan: Plan, spans: list[slice]) -> Iterator[tuple[slice, Tensor]]:
+def _hidden_chunks(head: Head, spans: list[slice]) -> Iterator[tuple[slice, Tensor]]:
     """Hidden rows of each chunk [C, D], 0 where masked; the next chunk's are gathered during this one's work."""
-    gathering = plan.shard.gather_rows(inputs.hidden[spans[0]]) if spans else None
+    gather = head.plan.shard.gather_rows
+    gathering = gather(head.hidden[spans[0]]) if spans else None
     for index, span in enumerate(spans):
         assert gathering is not None
         hidden = gathering.wait()
         if index + 1 < len(spans):
-            gathering = plan.shard.gather_rows(inputs.hidden[spans[index + 1]])
-        dead = _dead(inputs, plan, span)
+            gathering = gather(head.hidden[spans[index + 1]])
+        dead = head.dead(span)
         # 0·NaN is NaN: a masked row must not reach a GEMM as it is.
         yield span, hidden if dead is None else hidden.masked_fill(dead[:, None], 0)
 
 
-def _buffers(inputs: HeadInputs, plan: Plan, spans: list[slice], slots: int) -> list[Tensor]:
+def _buffers(head: Head, spans: list[slice], slots: int) -> list[Tensor]:
     """Room for the logits of `slots` chunks; rows as wide as the padded vocabulary keep the GEMMs aligned."""
-    longest = max((span.stop - span.start for span in spans), default=0) * plan.shard.parts
-    return [inputs.weight.new_empty((longest, inputs.weight.shape[0])) for _ in range(slots)]
+    longest = max((span.stop - span.start for span in spans), default=0) * head.plan.shard.parts
+    return [head.weight.new_empty((longest, head.weight.shape[0])) for _ in range(slots)]
 
 
-def _project(hidden: Tensor, inputs: HeadInputs, plan: Plan, buffer: Tensor) -> Tensor:
+def _project(head: Head, hidden: Tensor, buffer: Tensor) -> Tensor:
     """Logits of a chunk over this rank's true columns, in the buffer."""
-    columns = plan.shard.columns
-    bias = None if inputs.bias is None else inputs.bias[:columns]
-    return gemm.project(hidden, inputs.weight[:columns], bias, buffer[: hidden.shape[0], :columns])
+    columns = head.plan.shard.columns
+    bias = None if head.bias is None else head.bias[:columns]
+    return gemm.project(hidden, head.true_weight(), bias, buffer[: hidden.shape[0], :columns])

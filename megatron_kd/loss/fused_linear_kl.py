@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_kd.loss.chunked_head import HeadGradients, HeadInputs, RowResults, backward_pass, forward_pass
+from megatron_kd.loss.chunked_head import Head, HeadGradients, RowResults, backward_pass, forward_pass
 from megatron_kd.loss.kernels import KernelChoice
 from megatron_kd.loss.objective import KDLoss, KDObjective, Partition, TeacherTopK
 from megatron_kd.loss.plan import BackwardMode, Plan, make_plan
@@ -113,16 +113,16 @@ class _FusedLinearKL(torch.autograd.Function):
         needs: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, ...]:
         tensors = (hidden, weight, bias, ids, logprobs, tail_logprob, labels, loss_mask)
-        inputs = _flatten(tensors)
-        ctx.formed = HeadGradients(inputs, plan, needs, None) if plan.in_forward and any(needs) else None
+        head = _flatten(plan, tensors)
+        ctx.formed = HeadGradients(head, needs, None) if plan.in_forward and any(needs) else None
         with _without_autocast(hidden.device):
-            results = forward_pass(inputs, plan, ctx.formed)
+            results = forward_pass(head, ctx.formed)
         ctx.save_for_backward(*tensors, *results.partition)
         ctx.plan = plan
         # Megatron's own linear keeps main_grad on ctx too: it changes between forward and backward, which
         # save_for_backward would take for a fault.
         ctx.main_grad = getattr(weight, "main_grad", None) if plan.main_grad else None
-        outputs = _losses(inputs, plan, results)
+        outputs = _losses(head, results)
         ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
         return outputs
 
@@ -130,8 +130,7 @@ class _FusedLinearKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, shift, log_z, log_tail, log_plain = ctx.saved_tensors
-        inputs, plan = _flatten(tensors), ctx.plan
-        weight = tensors[1]
+        plan, weight = ctx.plan, tensors[1]
         main_grad = open_main_grad(weight, ctx.main_grad) if plan.main_grad and ctx.needs_input_grad[1] else None
         gradients, scale = ctx.formed, None
         ctx.formed = None
@@ -141,10 +140,11 @@ class _FusedLinearKL(torch.autograd.Function):
             if gradients is not None:
                 _warn_once()
             del gradients
-            gradients = HeadGradients(inputs, plan, ctx.needs_input_grad[:3], main_grad)
+            head = _flatten(plan, tensors)
+            gradients = HeadGradients(head, ctx.needs_input_grad[:3], main_grad)
             with _without_autocast(upstream.device):
                 partition = Partition(shift, log_z, log_tail, log_plain)
-                backward_pass(inputs, plan, partition, upstream.reshape(-1).double(), gradients)
+                backward_pass(head, partition, upstream.reshape(-1).double(), gradients)
         return (*_deliver(gradients, tensors, main_grad, scale), *(None,) * 7)
 
 
@@ -155,30 +155,30 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def _flatten(tensors: Any) -> HeadInputs:
+def _flatten(plan: Plan, tensors: Any) -> Head:
     """Positions in one dimension; views unless a caller's tensor is strided."""
     hidden, weight, bias, ids, logprobs, tail_logprob, labels, loss_mask = tensors
     flat = [None if x is None else x.reshape(-1) for x in (tail_logprob, labels, loss_mask)]
     teacher = TeacherTopK(ids.flatten(0, -2), logprobs.flatten(0, -2), flat[0])
-    return HeadInputs(hidden.reshape(-1, hidden.shape[-1]), weight, bias, teacher, flat[1], flat[2])
+    return Head(plan, hidden.reshape(-1, hidden.shape[-1]), weight, bias, teacher, flat[1], flat[2])
 
 
-def _losses(inputs: HeadInputs, plan: Plan, results: RowResults) -> tuple[Tensor | None, ...]:
+def _losses(head: Head, results: RowResults) -> tuple[Tensor | None, ...]:
     """KDLoss's fields from the rows' results."""
-    part, objective = results.partition, plan.objective
+    part, objective, mask = results.partition, head.plan.objective, head.loss_mask
     kd = (results.on_support + results.on_tail) * objective.kd_scale
-    ce = None if inputs.labels is None else part.log_plain - results.label_logit
+    ce = None if head.labels is None else part.log_plain - results.label_logit
     # 1 − T_q would do as well here, as nothing is differentiated; expm1 keeps a small support exact.
     support = -torch.expm1(part.log_tail - part.log_z)
     loss = objective.kd_weight * kd if ce is None else objective.kd_weight * kd + objective.ce_weight * ce
-    kind = torch.promote_types(inputs.hidden.dtype, torch.float32)
+    kind = torch.promote_types(head.hidden.dtype, torch.float32)
 
     def finish(x: Tensor | None) -> Tensor | None:
         if x is None:
             return None
-        if inputs.loss_mask is not None:
-            x = (x * inputs.loss_mask).masked_fill(inputs.loss_mask == 0, 0)
-        return x.to(kind).view(plan.leading)
+        if mask is not None:
+            x = (x * mask).masked_fill(mask == 0, 0)
+        return x.to(kind).view(head.plan.leading)
 
     return tuple(finish(x) for x in (loss, kd, ce, results.teacher_tail, support))
 

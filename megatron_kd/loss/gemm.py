@@ -1,4 +1,4 @@
-"""The head's three GEMMs, in the parameters' type, into memory that exists.
+"""The head's three GEMMs, in the parameters' type, into memory that exists; and the bias's share of the last.
 
     project      logits = hidden·Wᵀ + b
     multiply     dh     = dlogits·W
@@ -25,7 +25,7 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     """[C, D], [V, D], [V] → out [C, V]."""
     if _widened(hidden):
         wide = hidden.float()
-        for part in _slices(weight.shape[0], hidden):
+        for part in _slices(weight.shape[0], sum(hidden.shape)):
             product = torch.mm(wide, weight[part].float().t())
             out[:, part] = product if bias is None else product.add_(bias[part])
         return out
@@ -38,7 +38,7 @@ def multiply(dlogits: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     """[C, V], [V, D] → out [C, D]."""
     if _widened(out):
         total = torch.zeros_like(out, dtype=torch.float32)
-        for part in _slices(weight.shape[0], out):
+        for part in _slices(weight.shape[0], sum(out.shape)):
             torch.addmm(total, dlogits[:, part].float(), weight[part].float(), out=total)
         return out.copy_(total)
     return torch.mm(dlogits, weight, out=out)
@@ -52,8 +52,17 @@ def accumulate(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
         torch.addmm(total, dlogits.t(), hidden, out_dtype=total.dtype, out=total)
     else:
         wide = hidden.to(total.dtype)
-        for part in _slices(total.shape[0], hidden):
+        for part in _slices(total.shape[0], sum(hidden.shape)):
             torch.addmm(total[part], dlogits[:, part].t().to(total.dtype), wide, out=total[part])
+
+
+def add_column_sums(total: Tensor, dlogits: Tensor) -> None:
+    """Add the column sums of dlogits [C, V] to total [V], which is fp32 or wider."""
+    if dlogits.dtype == total.dtype or dlogits.device.type != "cpu":
+        total += dlogits.sum(0, dtype=total.dtype)
+    else:  # a CPU would widen the whole chunk first
+        for part in _slices(total.shape[0], dlogits.shape[0]):
+            total[part] += dlogits[:, part].sum(0, dtype=total.dtype)
 
 
 def _widened(x: Tensor) -> bool:
@@ -65,8 +74,8 @@ def _widened(x: Tensor) -> bool:
     return x.dtype == torch.float16 and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
-def _slices(columns: int, rows: Tensor) -> Iterator[slice]:
-    """Slices of the vocabulary whose fp32 copies, of the chunk [C, …] and of the weight […, D], fit the scratch."""
-    step = max(1, _SLICE_BYTES // (4 * (rows.shape[0] + rows.shape[1])))
+def _slices(columns: int, width: int) -> Iterator[slice]:
+    """Slices of the vocabulary whose fp32 copies, `width` numbers a column, fit the scratch."""
+    step = max(1, _SLICE_BYTES // (4 * max(1, width)))
     for first in range(0, columns, step):
         yield slice(first, min(first + step, columns))
