@@ -25,5 +25,5 @@ run() { # a distributed job: RANKS processes that share the cores
 run launch/cache_teacher.py --config $config "$@"
 run launch/distill.py --config $config "$@"
 "$bin/megatron-kd" export --config $config "$@"
-"$bin/megatron-kd" evaluate --config $config "$@"
+run -m megatron_kd.cli evaluate --config $config "$@"
 "$bin/megatron-kd" report --config $config "$@"

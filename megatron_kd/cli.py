@@ -1,5 +1,7 @@
 """The command `megatron-kd`: everything about a run that one process does.
 
+`evaluate` can be given several: `torchrun … -m megatron_kd.cli evaluate …`.
+
 Each subcommand registers itself in `_add_commands`; heavy imports happen inside the commands, so that `--help` and a
 typo are answered at once. Results go to stdout, everything else to stderr; exit codes are entry.py's.
 """
@@ -95,18 +97,21 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    from megatron_kd import platform
     from megatron_kd.console import Console
+    from megatron_kd.entry import print_result
     from megatron_kd.evaluate.report import format_table
     from megatron_kd.evaluate.run import evaluate_run
 
     config: RunConfig = arguments.run_config
-    console = Console(metrics=Path(config.run_dir) / "metrics.jsonl")
+    rank, ranks = platform.init_distributed()
+    console = Console(rank, Path(config.run_dir) / "metrics.jsonl")
     console.stage("Evaluate")
     student = arguments.student or _student_folder(config)
     if arguments.student is None and not student.exists():
         console.note(f"{student} is not there yet: evaluating the teacher and the untrained student")
         student = None
-    print(format_table(evaluate_run(config, student, console)))
+    print_result(format_table(evaluate_run(config, student, rank, ranks, console)))
 
 
 def _report(arguments: argparse.Namespace) -> None:
@@ -130,3 +135,7 @@ def _report(arguments: argparse.Namespace) -> None:
         ("evaluation", run_dir / "evaluation.json"),
     ):
         print(f"{what:<28}{path}")
+
+
+if __name__ == "__main__":
+    main()

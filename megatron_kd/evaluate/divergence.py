@@ -8,7 +8,8 @@ Per position t, with p the teacher's and q the student's softmax over the true v
 
 averaged over the positions that the loss mask counts. Logits exist for a chunk of positions at a time, in fp32.
 
-Shapes: N positions, D hidden (of each model its own), V true vocabulary, C positions in a chunk. Collectives: none.
+Shapes: N positions, D hidden (of each model its own), V true vocabulary, C positions in a chunk.
+Collectives: one sum of four numbers a model, at the end.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_kd import platform
+
 
 @dataclass
 class Divergence:
@@ -28,6 +31,14 @@ class Divergence:
     cross_entropy: float = 0.0
     agreement: float = 0.0
     positions: int = 0
+
+    def sum_over_ranks(self) -> None:
+        """Adds up what each rank of the process group has seen."""
+        sums = torch.tensor([self.kl, self.cross_entropy, self.agreement, self.positions], dtype=torch.float64)
+        sums = sums.to(platform.device())
+        torch.distributed.all_reduce(sums)
+        self.kl, self.cross_entropy, self.agreement = sums[:3].tolist()
+        self.positions = int(sums[3])
 
     def result(self) -> dict[str, float]:
         """Means a token, in nats: kl, cross_entropy, perplexity, top1_agreement.

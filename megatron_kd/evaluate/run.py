@@ -1,6 +1,7 @@
 """Evaluation of a run on its held-out samples: the teacher, the student it started from, the student it became.
 
-All three pass the same samples together, so the teacher runs once. Collectives: none; one process.
+All three pass the same samples together, so the teacher runs once. Under torchrun the samples are divided among the
+ranks. Collectives: the sum of what the ranks have seen.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron_kd.teacher.weights import resolve_model
 Evaluation = dict[str, dict[str, float]]  # by model: kl, cross_entropy, perplexity, top1_agreement
 
 
-def evaluate_run(config: RunConfig, student: Path | None, console: Console) -> Evaluation:
+def evaluate_run(config: RunConfig, student: Path | None, rank: int, ranks: int, console: Console) -> Evaluation:
     """Held-out divergences of `teacher`, `student_before` and, if a folder is given, `student_after`.
 
     Writes them to <run_dir>/evaluation.json as well.
@@ -41,7 +42,9 @@ def evaluate_run(config: RunConfig, student: Path | None, console: Console) -> E
         folders = {"teacher": resolve_model(config.teacher.model, console), "student_before": before}
         if student is not None:
             folders["student_after"] = student
-        results = divergences(folders, config, console)
+        results = divergences(folders, config, rank, ranks, console)
+    if rank != 0:
+        return results
     path = Path(config.run_dir) / "evaluation.json"
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
@@ -49,12 +52,13 @@ def evaluate_run(config: RunConfig, student: Path | None, console: Console) -> E
     return results
 
 
-def divergences(folders: Mapping[str, Path], config: RunConfig, console: Console) -> Evaluation:
+def divergences(folders: Mapping[str, Path], config: RunConfig, rank: int, ranks: int, console: Console) -> Evaluation:
     """Divergence of each model from the first one on the held-out samples.
 
     Args:
         folders: Hugging Face folders by the name to report them under; the first is the teacher.
         config: says which samples, how many, how many at a time.
+        rank, ranks: this process's share of the micro-batches.
         console: shows progress.
     """
     samples = load_samples(config.samples_dir, "held_out")
@@ -63,9 +67,11 @@ def divergences(folders: Mapping[str, Path], config: RunConfig, console: Console
     engines = {name: HfEngine(folder, dtype, platform.device()) for name, folder in folders.items()}
     totals = {name: Divergence() for name in folders}
     console.quantity("held-out samples", count, f"{count * samples.tokens.shape[1] - count:,} positions")
-    with console.progress("evaluate", count, "sample") as progress:
-        for start in range(0, count, config.evaluate.micro_batch):
-            rows = slice(start, min(start + config.evaluate.micro_batch, count))
+    size = config.evaluate.micro_batch
+    mine = range(rank * size, count, ranks * size)
+    with console.progress("evaluate", len(mine), "micro_batch") as progress:
+        for done, start in enumerate(mine, 1):
+            rows = slice(start, min(start + size, count))
             tokens = _tensor(samples.tokens[rows])
             segment = _tensor(samples.segment[rows])
             hidden = [engine.hidden_states(tokens[:, :-1], segment).flatten(0, 1) for engine in engines.values()]
@@ -77,7 +83,9 @@ def divergences(folders: Mapping[str, Path], config: RunConfig, console: Console
                 _tensor(samples.loss_mask[rows]).flatten(),
                 vocab_size=int(samples.parameters["vocab_size"]),
             )
-            progress.update(rows.stop, {name: total.kl / max(total.positions, 1) for name, total in totals.items()})
+            progress.update(done, {name: total.kl / max(total.positions, 1) for name, total in totals.items()})
+    for total in totals.values():
+        total.sum_over_ranks()
     return {name: total.result() for name, total in totals.items()}
 
 
