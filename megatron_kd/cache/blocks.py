@@ -24,6 +24,7 @@ from megatron_kd.cache.store import PARTIAL, ObjectStore
 
 Stored = dict[str, np.ndarray]
 _REPAIR = "mark it missing with `megatron-kd cache repair`, then resume the writer"
+_WORDS_AT_ONCE = 256  # commit words fetched together
 _INDEXES_KEPT = 128  # blocks whose indexes stay in memory: about 14 chunks × 16·B bytes each
 
 
@@ -45,20 +46,27 @@ class BlockStore:
         )
         self._index = lru_cache(_INDEXES_KEPT)(self._read_index)
 
-    def commits(self, blocks: Sequence[int]) -> list[int]:
-        """Commit words of some blocks; 0 where a word was not written. Raises where one is damaged."""
-        words = []
-        size = self._decoders[COMMIT].dtype.itemsize + 4
-        found = self.store.read_ranges([(block_keys(i)[COMMIT], 0, size + 1) for i in blocks])
-        for index, data in zip(blocks, found):
-            with self._naming(index, COMMIT):
-                words.append(0 if data is None else int(self._decoders[COMMIT].chunk(data)[0]))
-        return words
+    def commit(self, index: int) -> int:
+        """The block's commit word; 0 where it was not written. Raises where it is damaged."""
+        (word,) = self._words([index])
+        if isinstance(word, DamagedChunk):
+            raise word
+        return word
 
     def missing(self) -> list[int]:
-        """Blocks without a readable commit word or without one of their objects, in ascending order."""
-        present = {name: set(self.store.sizes(name)) for name in (*BLOCK_ARRAYS, COMMIT)}
-        return [index for index in range(self.manifest.blocks) if not self._is_committed(index, present)]
+        """Blocks without a readable commit word, or with an object that is missing or cut short, in ascending order."""
+        sizes = {name: self.store.sizes(name) for name in BLOCK_ARRAYS}
+        listed = self.store.sizes(COMMIT)
+        candidates: list[int] = []
+        missing: list[int] = []
+        for index in range(self.manifest.blocks):
+            names = {array: key.split("/")[1] for array, key in block_keys(index).items()}
+            # A crash of the machine may leave empty files behind; an index is the least that an object holds.
+            whole = all(sizes[n].get(names[n], 0) > self._decoders[n].index_bytes for n in BLOCK_ARRAYS)
+            (candidates if whole and names[COMMIT] in listed else missing).append(index)
+        words = self._words(candidates)
+        missing += [i for i, word in zip(candidates, words) if isinstance(word, DamagedChunk) or word == 0]
+        return sorted(missing)
 
     def block(self, index: int) -> Stored:
         """All arrays of a block, the commit word compared."""
@@ -102,17 +110,23 @@ class BlockStore:
         names = [f"{folder}/{name}".lstrip("/") for folder in folders for name in self.store.sizes(folder)]
         return sorted(name for name in names if name.endswith(PARTIAL))
 
-    def _is_committed(self, index: int, present: dict[str, set[str]]) -> bool:
-        keys = block_keys(index)
-        if any(key.split("/")[1] not in present[name] for name, key in keys.items()):
-            return False
-        try:
-            return self.commits([index]) != [0]
-        except CacheError:
-            return False
+    def _words(self, blocks: Sequence[int]) -> list[int | DamagedChunk]:
+        """Commit words, 0 where there is none, or what is wrong with them."""
+        size = self._decoders[COMMIT].dtype.itemsize + 4
+        words: list[int | DamagedChunk] = []
+        for start in range(0, len(blocks), _WORDS_AT_ONCE):
+            part = blocks[start : start + _WORDS_AT_ONCE]
+            # One byte more than there should be: a longer object is damaged as well.
+            found = self.store.read_ranges([(block_keys(index)[COMMIT], 0, size + 1) for index in part])
+            for index, data in zip(part, found):
+                try:
+                    words.append(0 if data is None else int(self._decoders[COMMIT].chunk(data)[0]))
+                except DamagedChunk as error:
+                    words.append(self._named(index, COMMIT, error))
+        return words
 
     def _require_commit(self, index: int) -> int:
-        (word,) = self.commits([index])
+        word = self.commit(index)
         if word == 0:
             raise CacheError(
                 f"{self.store.url}: block {index} was never committed (array {COMMIT}): resume the writer to fill it"

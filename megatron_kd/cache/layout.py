@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 import zarr
-from zarr.codecs.sharding import ShardingCodecIndexLocation
-from zarr.core.array import ShardsConfigParam
 from zarr.storage import MemoryStore
 
 from megatron_kd.cache.codecs import compressors, preset
@@ -135,14 +133,15 @@ def _create(
     chunk: tuple[int, ...],
     shard: tuple[int, ...] | None = None,
 ) -> zarr.Array:
+    # The index stands first: its place is known without knowing the object's length.
+    shards: Any = {"shape": shard, "index_location": "start"} if shard else None
     return group.create_array(
         name,
         shape=shape,
         dtype=dtype,
         fill_value=fill,
         chunks=chunk,
-        # The index stands first: its place is known without knowing the object's length.
-        shards=shard and ShardsConfigParam(shape=shard, index_location=ShardingCodecIndexLocation.start),
+        shards=shards,
         chunk_key_encoding={"name": "default", "separator": "."},
         # A chunk that happens to hold nothing but the fill value is data as well.
         config={"write_empty_chunks": True},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ class TeacherCache:
         self._blocks = blocks
         self._ranks = RankCoder(blocks.table)
         self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
         self._local = threading.local()  # a decoder a thread, for the k and temperature used last
 
     @classmethod
@@ -72,8 +75,7 @@ class TeacherCache:
             decoder.finish(batch, row)
 
         if self._threads > 1 and len(ids) > 1:
-            with ThreadPoolExecutor(self._threads) as pool:
-                list(pool.map(one, range(len(ids))))
+            list(self._workers().map(one, range(len(ids))))
         else:
             for row in range(len(ids)):
                 one(row)
@@ -90,6 +92,11 @@ class TeacherCache:
                 place[...] = stored[name][row][..., : place.shape[-1]]
             decoder.finish(batch, row)
         return batch
+
+    def _workers(self) -> ThreadPoolExecutor:
+        if self._pool is None or self._process != os.getpid():  # threads do not survive a fork
+            self._pool, self._process = ThreadPoolExecutor(self._threads, "cache-decoder"), os.getpid()
+        return self._pool
 
     def __reduce__(self) -> tuple[type[TeacherCache], tuple[BlockStore, int]]:
         return TeacherCache, (self._blocks, self._threads)

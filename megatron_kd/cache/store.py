@@ -226,14 +226,14 @@ class HeldStore:
         if self._process != os.getpid():  # a fork may have copied the lock while it was taken
             self._start()
         wanted = dict.fromkeys(key for key, _, _ in ranges)
+        # Whoever comes while an object is being fetched waits for it rather than fetch it again.
         with self._lock:
+            absent = [key for key in wanted if key not in self._held]
+            for key, data in zip(absent, self._store.read_many(absent)):
+                if data is not None:
+                    self._held[key] = data
             found = {key: self._held[key] for key in wanted if key in self._held}
-        absent = [key for key in wanted if key not in found]
-        fetched = {key: data for key, data in zip(absent, self._store.read_many(absent)) if data is not None}
-        found |= fetched
-        with self._lock:
-            for key, data in found.items():
-                self._held[key] = data
+            for key in found:
                 self._held.move_to_end(key)
             while sum(map(len, self._held.values())) > self._limit:
                 self._held.popitem(last=False)

@@ -83,7 +83,7 @@ class _Fault:
 
 def _fault(blocks: BlockStore, index: int) -> _Fault | None:
     try:
-        if blocks.commits([index]) == [0]:
+        if blocks.commit(index) == 0:
             return _Fault(missing=True, message="")
         blocks.block(index)
     except CacheError as error:

@@ -26,12 +26,8 @@ def folder(tmp_path_factory):
 def test_many_ranks_start_at_once(tmp_path, folder, number):
     """On an empty place: none reads half a cache, each writes its own blocks, the bytes are those of one writer."""
     command = [sys.executable, "-m", "tests.cache.killed_writer", str(tmp_path)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(number), "-1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(number)
-    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen([*command, str(rank), str(number), "-1"], **pipes) for rank in range(number)]
     for rank in ranks:
         _, errors = rank.communicate(timeout=120)
         assert rank.returncode == 0, errors

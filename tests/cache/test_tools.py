@@ -99,7 +99,8 @@ def test_merge(tmp_path, folder):
     a, b = tmp_path / "a", tmp_path / "b"
     fill(CacheWriter.create(a, M, table(M)), [0, 1])
     fill(CacheWriter.create(b, M, table(M)), [2])
-    (a / "logz" / "c.1.0.0").write_bytes(b"")
+    damaged = a / "logz" / "c.1.0.0"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
     merged = merge(tmp_path / "m", [a, b])
     assert merged.missing == (1,)
     assert "block 1, array logz" in merged.damaged[0]
