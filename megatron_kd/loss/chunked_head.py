@@ -78,7 +78,7 @@ class HeadGradients:
         self.hidden = torch.empty_like(head.hidden) if need_hidden else None
         self.weight = WeightGradient(head.weight, head.plan.shard.columns, main_grad) if need_weight else None
         wide = torch.promote_types(head.weight.dtype, torch.float32)
-        self.bias = torch.zeros_like(head.weight[:, 0], dtype=wide) if need_bias else None
+        self.bias = head.weight.new_zeros(head.weight.shape[0], dtype=wide) if need_bias else None
         self._reducing: Pending | None = None
 
     def add(self, head: Head, span: slice, hidden: Tensor, dlogits: Tensor) -> None:

@@ -160,7 +160,7 @@ def _flatten(plan: Plan, tensors: Any) -> Head:
     hidden, weight, bias, ids, logprobs, tail_logprob, labels, loss_mask = tensors
     flat = [None if x is None else x.reshape(-1) for x in (tail_logprob, labels, loss_mask)]
     teacher = TeacherTopK(ids.flatten(0, -2), logprobs.flatten(0, -2), flat[0])
-    return Head(plan, hidden.reshape(-1, hidden.shape[-1]), weight, bias, teacher, flat[1], flat[2])
+    return Head(plan, hidden.reshape(-1, hidden.shape[-1]).contiguous(), weight, bias, teacher, flat[1], flat[2])
 
 
 def _losses(head: Head, results: RowResults) -> tuple[Tensor | None, ...]:

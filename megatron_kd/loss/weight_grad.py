@@ -28,7 +28,7 @@ class WeightGradient:
     def __init__(self, weight: Tensor, columns: int, main_grad: Tensor | None) -> None:
         kind = torch.promote_types(weight.dtype, torch.float32)
         self._direct = main_grad is not None and main_grad.dtype == kind
-        self.sum = main_grad if self._direct and main_grad is not None else torch.zeros_like(weight, dtype=kind)
+        self.sum = main_grad if self._direct and main_grad is not None else weight.new_zeros(weight.shape, dtype=kind)
         self._columns = columns
 
     def add(self, dlogits: Tensor, hidden: Tensor) -> None:

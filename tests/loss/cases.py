@@ -180,7 +180,7 @@ def whole_grid(ranks: int) -> list[Case]:
     cases, draw = [], random.Random(0)
     for values in itertools.product(*GRID.values()):
         varied = {axis: draw.choice(choices) for axis, choices in VARIED.items()}
-        case = Case(**dict(zip(GRID, values)), **varied)
+        case = Case(**dict(zip(GRID, values)), **varied, positions=16)
         if case.layout[0] == ranks:
             cases.append(case)
     return cases

@@ -1,5 +1,8 @@
 """Every refusal, by its message; and the chunk size that is chosen when none is given."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -172,3 +175,12 @@ def test_no_positions():
         assert loss.shape == (0,)
         assert d_hidden.shape == (0, 6)
         assert d_weight.abs().max() == 0
+
+
+def test_the_loss_needs_torch_only():
+    """No Megatron, no cache: a machine with torch alone can run and check it."""
+    check = "import sys, megatron_kd.loss; print({name.split('.')[0] for name in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
+    assert "megatron_kd" in loaded
+    for name in ("megatron", "zarr", "transformers", "triton"):
+        assert f"'{name}'" not in loaded

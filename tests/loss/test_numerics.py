@@ -287,3 +287,21 @@ def test_autocast_does_not_reach_inside():
     with torch.autocast("cpu", torch.bfloat16):
         cast = torch.autograd.grad(fused(case, tensors).loss.sum(), tensors.leaves())
     assert all(torch.equal(x, y) for x, y in zip(plain, cast))
+
+
+@pytest.mark.parametrize("backward", ["recompute", "in_forward"])
+def test_strided_inputs(backward):
+    """Transposed hidden, weight and targets: the same numbers, and contiguous gradients."""
+    case = Case(ce_weight=0.7, batch=2, backward=backward)
+    plain, strided = make(case), make(case)
+
+    def restride(x):
+        return x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(x.requires_grad)
+
+    strided.hidden, strided.weight, strided.labels = map(restride, (plain.hidden, plain.weight, plain.labels))
+    strided.teacher = TeacherTopK(*map(restride, plain.teacher[:2]))
+    assert not strided.hidden.is_contiguous()
+    wanted = torch.autograd.grad(fused(case, plain).loss.sum(), plain.leaves())
+    for x, y in zip(torch.autograd.grad(fused(case, strided).loss.sum(), strided.leaves()), wanted):
+        assert x.is_contiguous()
+        assert relative_error(x, y) <= 1e-12

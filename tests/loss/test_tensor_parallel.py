@@ -88,4 +88,4 @@ def test_equals_dense_autograd(ranks):
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_equals_dense_autograd_on_the_whole_grid(ranks):
-    check_cases(whole_grid(ranks), ranks, timeout=400)
+    check_cases(whole_grid(ranks), ranks, timeout=1200)
