@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 bad command line or configuration, 130 interrupt
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -46,6 +47,8 @@ def _leave(code: int, message: str) -> None:
         message = f"[rank {os.environ['RANK']}] {message}"
     sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)
+    for helper in multiprocessing.active_children():  # Megatron-Core's checkpoint writer keeps one, which would stay
+        helper.kill()
     os._exit(code)
 
 

@@ -81,7 +81,8 @@ def test_a_server_that_drops_connections(s3):
         begin = time.monotonic()
         with pytest.raises(OSError, match=r"s3://bucket/caches/d\.zarr"):
             fill(writer, [1])
-        assert time.monotonic() - begin < 10
+        # It ends by itself: in two seconds on a machine of its own, later on a busy one.
+        assert time.monotonic() - begin < 90
     resumed = CacheWriter.resume(f"{folder}/d.zarr", M, options)
     assert resumed.missing_blocks() == [1, 2]
     fill(resumed)

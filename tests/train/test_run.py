@@ -134,13 +134,15 @@ def test_a_signal_ends_all_ranks_and_leaves_checkpoints_to_resume_from(config, t
         assert time.monotonic() < deadline
         assert job.poll() is None
         time.sleep(0.2)
+    helpers = psutil.Process(job.pid).children(recursive=True)
     if how == signal.SIGINT:
         os.killpg(job.pid, how)
     else:
         job.send_signal(how)
     job.communicate(timeout=60)
     assert job.returncode != 0
-    assert not any(is_alive(pid) for pid in processes_of_group(job.pid))
+    assert not [process for process in psutil.process_iter() if str(tmp_path) in _command(process)]
+    assert not [process for process in helpers if process.is_running()]
     reached = max(losses(tmp_path))
     assert reached < 400
     resumed = run("launch/distill.py", ranks=2, config=config, train__stop_after=reached + 3, **settings)
@@ -159,19 +161,8 @@ def start(*command, ranks, config, **overrides):
     )  # fmt: skip
 
 
-def processes_of_group(group):
-    return [process.pid for process in psutil.process_iter() if _group(process.pid) == group]
-
-
-def _group(pid):
+def _command(process):
     try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def is_alive(pid):
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
