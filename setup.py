@@ -39,6 +39,7 @@ setup(
         "s3": ["s3fs"],  # caches in an object store
         "dev": [
             "pytest",
+            "pytest-xdist",
             "hypothesis",
             "ruff",
             "mypy",

@@ -21,4 +21,5 @@ bin=${VENV:-.venv}/bin
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks share the cores
-"$bin/python" -m pytest "${selection[@]}" "$@"
+# Two files at a time; a file's tests share what is costly to set up.
+"$bin/python" -m pytest -n 2 --dist loadfile "${selection[@]}" "$@"
