@@ -14,7 +14,7 @@ from megatron_kd.cache.blocks import BlockStore
 from megatron_kd.cache.chunks import DamagedChunk
 from megatron_kd.cache.codecs import PRESETS
 from megatron_kd.cache.decode import CacheBatch
-from megatron_kd.cache.encode import TARGET_NAMES, label_agrees, merge_draws
+from megatron_kd.cache.encode import TARGET_NAMES, merge_draws
 from megatron_kd.cache.estimate import Estimate, check_space, estimate, recommended_block
 from megatron_kd.cache.inspect import inspect
 from megatron_kd.cache.mend import Merged, merge, repair
@@ -48,7 +48,6 @@ __all__ = [
     "estimate",
     "frequency_table",
     "inspect",
-    "label_agrees",
     "library_versions",
     "merge",
     "merge_draws",

@@ -1,4 +1,4 @@
-"""From the teacher's numbers to the stored ones, and back.
+"""From the teacher's numbers to the stored ones.
 
     entries      sorted by falling log-prob, ties by lowest id, absent ones last
     topk_rank    the ids as ranks (ranks.py)
@@ -7,10 +7,7 @@
                  step = m_0, m_1 − m_0, m_2 − m_1, …: small numbers, so they compress
 
 Both are stored as planes of bytes, the lowest first: the high bytes are few and skewed, the low ones are noise, and
-each plane is compressed for itself. Reading back the log-probs takes two lines of NumPy:
-
-    step = topk_logprob_step[:, 0] + topk_logprob_step[:, 1] * np.uint16(256)
-    logprobs = −np.cumsum(step, axis=-1, dtype=np.uint16).view(np.float16)
+each plane is compressed for itself. decode.py goes the other way.
 
 Shapes: n samples, S positions, K entries, T temperatures.
 """
@@ -120,20 +117,22 @@ def commit_word(index: int, stored: Mapping[str, np.ndarray], specs: tuple[Array
 
 
 def label_agrees(tokens: np.ndarray, ids: np.ndarray, logprobs: np.ndarray, label_logprob: np.ndarray) -> np.ndarray:
-    """Per position: the label is not among the entries, or its entry has the log-prob stored for the label.
+    """Per position: what is stored for the label fits the entries. A shifted or foreign row fails at most positions.
 
-    A row shifted by one, of another text or of another teacher fails this at most positions.
+    A label among the entries has its entry's log-prob; one that is not is no more probable than the last of them.
 
     Args:
-        tokens: [n, S+1]; ids and logprobs: [n, S, K]; label_logprob: [n, S].
-        logprobs may be rounded to float16: the slack grows by one part in 1024.
+        tokens: [n, S+1]; position t's label is tokens[:, t + 1].
+        ids: [n, S, K], −1 = absent.
+        logprobs: [n, S, K], not yet rounded; −inf where absent.
+        label_logprob: [n, S].
     """
     is_label = ids == tokens[:, 1:, None]
-    slack = _LABEL_SLACK + np.abs(label_logprob) / 1024
     entry = np.where(is_label, logprobs, -np.inf).max(axis=-1)
+    last = np.where(ids < 0, np.inf, logprobs).min(axis=-1)
     with np.errstate(invalid="ignore"):  # both may be −inf
-        agrees = (np.abs(entry - label_logprob) <= slack) | (entry == label_logprob)
-    return agrees | ~is_label.any(axis=-1)
+        equal = (np.abs(entry - label_logprob) <= _LABEL_SLACK) | (entry == label_logprob)
+    return np.where(is_label.any(axis=-1), equal, label_logprob <= last + _LABEL_SLACK)
 
 
 def _take(manifest: Manifest, index: int, n: int, targets: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -159,27 +158,26 @@ def _take(manifest: Manifest, index: int, n: int, targets: Mapping[str, np.ndarr
     with np.errstate(over="ignore"):
         mass = np.exp(logprobs).sum(axis=-1)
     rules = {
-        f"tokens lie in [0, {v})": (arrays["tokens"] >= 0) & (arrays["tokens"] < v),
-        f"ids lie in [-1, {v})": (ids >= -1) & (ids < v),
-        "ids are unique in a row": (by_id[..., 1:] != by_id[..., :-1]) | (by_id[..., 1:] < 0),
-        "logprobs are at most 0": logprobs <= _LOGPROB_SLACK,  # false for NaN, too
-        "a row's probabilities sum to at most 1": mass <= 1 + _MASS_SLACK,
-        "tail_logprob is at most 0": arrays["tail_logprob"] <= _LOGPROB_SLACK,
-        "logz is finite": np.isfinite(arrays["logz"]),
-        "label_logprob is at most 0": arrays["label_logprob"] <= _LOGPROB_SLACK,
-        "loss_mask is 0 or 1": (arrays["loss_mask"] == 0) | (arrays["loss_mask"] == 1),
-        "segment is at least 0": arrays["segment"] >= 0,
+        ("tokens", f"lie in [0, {v})"): (arrays["tokens"] >= 0) & (arrays["tokens"] < v),
+        ("ids", f"lie in [-1, {v})"): (ids >= -1) & (ids < v),
+        ("ids", "are unique in a row"): (by_id[..., 1:] != by_id[..., :-1]) | (by_id[..., 1:] < 0),
+        ("logprobs", "are at most 0"): logprobs <= _LOGPROB_SLACK,  # false for NaN, too
+        ("logprobs", "are those of probabilities with a sum of at most 1"): mass <= 1 + _MASS_SLACK,
+        ("tail_logprob", "is at most 0"): arrays["tail_logprob"] <= _LOGPROB_SLACK,
+        ("logz", "is finite"): np.isfinite(arrays["logz"]),
+        ("label_logprob", "is at most 0"): arrays["label_logprob"] <= _LOGPROB_SLACK,
+        ("loss_mask", "is 0 or 1"): (arrays["loss_mask"] == 0) | (arrays["loss_mask"] == 1),
+        ("segment", "is at least 0"): arrays["segment"] >= 0,
     }
     if manifest.entries == "topk":
-        rules["label_logprob equals the entry that holds the label"] = label_agrees(
-            arrays["tokens"], ids, logprobs, arrays["label_logprob"]
-        )
-    for rule, holds in rules.items():
+        fits = label_agrees(arrays["tokens"], ids, logprobs, arrays["label_logprob"])
+        rules["label_logprob", "is that of the label's entry, or below all entries"] = fits
+    for (name, rule), holds in rules.items():
         if not holds.all():
-            place = [int(i) for i in np.argwhere(~holds)[0]]
+            place = tuple(int(i) for i in np.argwhere(~holds)[0])
             raise ValueError(
-                f"block {index}: {rule}, but not at {place} (sample in block, position, …): these are not the targets "
-                "of a teacher; nothing was written"
+                f"block {index}: {name} {rule}, but not at {place} (sample in block, position, …), where it is "
+                f"{arrays[name][place]}: these are not the targets of a teacher; nothing was written"
             )
     return arrays
 

@@ -88,8 +88,9 @@ def rank_table(
         positions: look at no more than the samples that begin within so many positions: twice as many take two
             percent off the ids, and the lists should stay in the processor's cache.
     """
+    tokens, ids = np.asarray(tokens), np.asarray(ids)
     looked_at = -(-positions // ids.shape[1])
-    tokens, ids = np.asarray(tokens)[:looked_at], np.asarray(ids)[:looked_at]
+    tokens, ids = tokens[:looked_at], ids[:looked_at]
     id_by_rank = frequency_table(ids, vocab_size)
     rank = np.empty(vocab_size, np.int64)
     rank[id_by_rank] = np.arange(vocab_size)

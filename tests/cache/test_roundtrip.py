@@ -82,7 +82,7 @@ def test_ties_go_to_the_lowest_id_and_absent_entries_come_last(tmp_path):
         "ids": np.array([[[7, -1, 499, 3, 0]]]),
         "logprobs": np.array([[[-2.0, np.nan, -np.inf, -2.0, -1.9]]], np.float32),
     }
-    want["tokens"][:] = 42
+    want["tokens"][:], want["label_logprob"][:] = 7, -2.0
     CacheWriter.create(tmp_path, m, table(m)).write_block(0, want)
     batch = TeacherCache.open(tmp_path).read([0])
     assert batch.ids.tolist() == [[[0, 3, 7, 499, -1]]]

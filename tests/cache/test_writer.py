@@ -56,11 +56,11 @@ def test_half_created_cache_is_created_again(tmp_path):
 @pytest.mark.parametrize(
     ("name", "place", "value", "message"),
     [
-        ("tokens", (1, 2), 500, r"tokens lie in \[0, 500\), but not at \[1, 2\]"),
+        ("tokens", (1, 2), 500, r"tokens lie in \[0, 500\), but not at \(1, 2\) .*, where it is 500"),
         ("ids", (0, 0, 0), 500, "ids lie in"),
         ("ids", (0, 0, slice(2)), 7, "ids are unique"),
         ("logprobs", (0, 1, 0), np.nan, "logprobs are at most 0"),
-        ("logprobs", (0, 1), -0.5, "sum to at most 1"),
+        ("logprobs", (0, 1), -0.5, "a sum of at most 1"),
         ("tail_logprob", (0, 1), np.nan, "tail_logprob"),
         ("logz", (0, 1, 0), np.inf, "logz is finite"),
         ("label_logprob", (0, 1), np.nan, "label_logprob is at most 0"),
@@ -79,13 +79,14 @@ def test_numbers_of_no_teacher_are_refused(tmp_path, name, place, value, message
 
 
 def test_targets_shifted_by_one_are_refused(tmp_path):
-    """Where the label is an entry, its log-prob must be the label's."""
+    """Where the label is an entry, its log-prob must be the label's; where it is not, no entry may lie below it."""
     m = manifest()
     writer = CacheWriter.create(tmp_path, m, table(m))
-    bad = targets(m, m.rows(0))
-    bad["label_logprob"] = np.roll(bad["label_logprob"], 1, axis=1)
-    with pytest.raises(ValueError, match="label_logprob equals the entry"):
-        writer.write_block(0, bad)
+    for shift in (np.roll(targets(m, m.rows(0))["label_logprob"], 1, axis=1), np.float32(-1e-3)):
+        bad = targets(m, m.rows(0))
+        bad["label_logprob"][...] = shift
+        with pytest.raises(ValueError, match="label_logprob is that of the label's entry, or below all entries"):
+            writer.write_block(0, bad)
 
 
 def test_arrays_of_another_shape_are_refused(tmp_path):
