@@ -28,7 +28,7 @@ def test_values_come_from_the_file_the_defaults_and_the_command_line_in_that_ord
     [
         (["--train.setps", "10"], "unknown key 'train.setps'; did you mean 'steps'?"),
         (["--trian.steps", "10"], "unknown key 'trian'; did you mean 'train'?"),
-        (["--cache.qqq", "1"], "known keys: url, split, k"),
+        (["--cache.qqq", "1"], "known keys: url, split, "),
         (["--train.steps", "many"], "train.steps: found 'many'"),
         (["--train.steps"], "--train.steps: a value is missing"),
         (["--seed.deep", "1"], "--seed.deep: seed is not a section"),
