@@ -84,18 +84,18 @@ class HeadCase:
         return self.chunk or choose_chunk_tokens(self.positions, self.columns, self.element)
 
     def expected_bytes(self) -> int | None:
-        """What a rank must hold beyond its inputs: dh, dW and one chunk; None for variants that are not chunked."""
+        """What a rank must hold beyond hidden, weight and targets: dh, dW and one chunk; None if not chunked."""
         if not self.variant.startswith("fused"):
             return None
         rows = self.positions // (self.tp if self.sequence_parallel else 1)
-        gathered = 2 * self.element * self.chunk_tokens * self.hidden if self.sequence_parallel else 0
-        chunk = self.element * self.chunk_tokens * self.columns
-        size = self.columns * self.hidden
-        scratch, result = 4 * size, 0 if self.element == 4 else self.element * size
+        gathered = self.element * self.chunk_tokens * self.hidden if self.sequence_parallel else 0
+        chunk, size = self.element * self.chunk_tokens * self.columns, self.columns * self.hidden
+        result = 0
         if self.main_grad:
-            scratch, result = (scratch if self.variant == "fused_in_forward" else 0), 0
-        # The result of a half-precision dW is made when the chunk is gone.
-        return self.element * rows * self.hidden + gathered + scratch + max(chunk, result)
+            sums = 8 * size if self.variant == "fused_in_forward" else 4 * size
+        else:  # a half-precision result is made when the chunk is gone
+            sums, result = 4 * size, 0 if self.element == 4 else self.element * size
+        return self.element * rows * self.hidden + gathered + sums + max(chunk, result)
 
 
 Inputs = tuple[Tensor, Tensor, TeacherTopK | FullTeacher]
@@ -126,7 +126,8 @@ def run(case: HeadCase, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """The case's figures, as a row of the benchmark's table."""
     device = torch.device(case.device)
     tensors = make_inputs(case)
-    inputs = sum(x.nbytes for x in (*tensors[:2], *tensors[2][:2])) + (4 * tensors[1].numel() if case.main_grad else 0)
+    inputs = sum(x.nbytes for x in (*tensors[:2], *tensors[2][:2]))
+    main_grad = 4 * tensors[1].numel() if case.main_grad else 0  # exists before, but is a gradient
     arguments = {
         "objective": KDObjective(case.kind),  # type: ignore[arg-type]
         "chunk_tokens": case.chunk_tokens,
@@ -148,7 +149,7 @@ def run(case: HeadCase, group: dist.ProcessGroup | None) -> dict[str, Any]:
         if device.type != "meta":
             step()  # libraries' workspaces and compilation are not the loss's
         row["kept_bytes"] = measure(forward, device).kept
-        row["peak_bytes"] = measure(step, device).peak
+        row["peak_bytes"] = measure(step, device).peak + main_grad
         row["total_bytes"] = inputs + row["peak_bytes"]
         if device.type != "meta" and case.repeats:
             row |= compare_with_floor(case, tensors, step)

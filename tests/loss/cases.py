@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -125,6 +126,20 @@ def dense(case: Case, tensors: Tensors) -> Tensor:
     )
 
 
+def dense_results(case: Case) -> list[tuple[Tensor, ...]]:
+    """The reference loss, and its gradients times 2.5 and times the case's upstream."""
+    return _dense_results(replace(case, backward="recompute", chunk=0, layout=(1, False)))
+
+
+@functools.lru_cache(maxsize=1)
+def _dense_results(case: Case) -> list[tuple[Tensor, ...]]:
+    tensors = make(case)
+    loss = dense(case, tensors)
+    weights = torch.full_like(loss, 2.5), tensors.upstream
+    gradients = [torch.autograd.grad(loss, tensors.leaves(), weight, retain_graph=True) for weight in weights]
+    return [(loss.detach(),), *gradients]
+
+
 def fused(case: Case, tensors: Tensors, function=fused_linear_kl, **changes):
     """fused_linear_kl, or another of its signature, on the tensors of a case."""
     arguments = {
@@ -176,13 +191,16 @@ def pairwise() -> list[Case]:
 
 
 def whole_grid(ranks: int) -> list[Case]:
-    """Every combination of the grid at one number of ranks."""
+    """Every combination of the grid at one number of ranks; cases of one dense reference stand together."""
+    how = ("backward", "chunk", "layout")
+    what = [axis for axis in GRID if axis not in how]
     cases, draw = [], random.Random(0)
-    for values in itertools.product(*GRID.values()):
+    for values in itertools.product(*(GRID[axis] for axis in what)):
         varied = {axis: draw.choice(choices) for axis, choices in VARIED.items()}
-        case = Case(**dict(zip(GRID, values)), **varied, positions=16)
-        if case.layout[0] == ranks:
-            cases.append(case)
+        for ways in itertools.product(*(GRID[axis] for axis in how)):
+            case = Case(**dict(zip(what, values)), **dict(zip(how, ways)), **varied, positions=16)
+            if case.layout[0] == ranks:
+                cases.append(case)
     return cases
 
 
