@@ -51,7 +51,8 @@ def takes_main_grad(weight: Tensor, accumulate_main_grad: bool | None) -> bool:
     has_main_grad = getattr(weight, "main_grad", None) is not None or hasattr(weight, "get_main_grad")
     if accumulate_main_grad is None:
         return has_main_grad and hasattr(weight, "grad_added_to_main_grad")
-    if accumulate_main_grad and not has_main_grad:
+    trained = weight.requires_grad and torch.is_grad_enabled()
+    if accumulate_main_grad and trained and not has_main_grad:
         raise ValueError(
             "accumulate_main_grad is True but weight has no main_grad: wrap the model in Megatron's "
             "DistributedDataParallel first, or leave accumulate_main_grad to None"

@@ -80,7 +80,10 @@ REFUSED = {
     r"labels.dtype is torch.float64; need an integer type": lambda: {"labels": like("tail")},
     r"loss_mask is \[12, 1\]; need \[12, 2\]": lambda: {"loss_mask": like("loss_mask")[:, :1]},
     r"chunk_tokens is 0; need at least 1": lambda: {"chunk_tokens": 0},
-    r"accumulate_main_grad is True but weight has no main_grad": lambda: {"accumulate_main_grad": True},
+    r"accumulate_main_grad is True but weight has no main_grad": lambda: {
+        "accumulate_main_grad": True,
+        "weight": like("weight").requires_grad_(),
+    },
 }
 
 

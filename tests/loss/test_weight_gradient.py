@@ -145,3 +145,5 @@ def test_the_caller_decides():
     tensors.weight = torch.nn.Parameter(plain)
     with pytest.raises(ValueError, match="weight has no main_grad"):
         fused(case, tensors, accumulate_main_grad=True)
+    with torch.no_grad():  # as in an evaluation
+        fused(case, tensors, accumulate_main_grad=True)
