@@ -95,7 +95,7 @@ class BlockStore:
         places, keys = self._index(index), block_keys(index)
         ranges: dict[str, list[tuple[str, int, int]]] = {}
         for name, target in out.items():
-            chunks = places[name][row]
+            chunks = places[name][row].tolist()
             ranges[name] = [(keys[name], *chunks[part]) for part in self._decoders[name].parts(target.shape[-1])]
         found = iter(self.store.read_ranges(list(itertools.chain.from_iterable(ranges.values()))))
         for name, target in out.items():
@@ -133,7 +133,7 @@ class BlockStore:
             )
         return word
 
-    def _read_index(self, index: int) -> dict[str, list[list[tuple[int, int]]]]:
+    def _read_index(self, index: int) -> dict[str, np.ndarray]:
         """Where the samples of a committed block lie in its objects."""
         self._require_commit(index)
         keys, rows = block_keys(index), self.manifest.rows(index)
@@ -141,7 +141,7 @@ class BlockStore:
         found = {}
         for spec, head in zip(self.specs, heads):
             with self._naming(index, spec.name):
-                found[spec.name] = self._decoders[spec.name].index(_there(head), rows.stop - rows.start).tolist()
+                found[spec.name] = self._decoders[spec.name].index(_there(head), rows.stop - rows.start)
         return found
 
     def __reduce__(self) -> tuple[type[BlockStore], tuple[ObjectStore]]:

@@ -61,7 +61,9 @@ class SampleDecoder:
         s, t = manifest.seq_length, len(manifest.temperatures)
         self._ranks, self._k, self._temperature = ranks, k, np.float32(temperature)
         self._column = manifest.temperatures.index(temperature)
-        self._rank = np.zeros((s, k), ranks.dtype)
+        self._rank_planes = np.empty((ranks.planes, s, k), np.uint8)
+        self._rank = np.empty((s, k), ranks.dtype)
+        self._step_planes = np.empty((2, s, manifest.k), np.uint8)
         self._bits = np.empty((s, manifest.k), np.uint16)
         self._logprobs = np.empty((s, manifest.k), np.float32)
         self._tail, self._logz = np.empty(s, np.float16), np.empty((s, t), np.float32)
@@ -71,8 +73,8 @@ class SampleDecoder:
         """Array → where one sample of it has to be put; those not named are not needed."""
         places = {
             "tokens": batch.tokens[row],
-            "topk_rank": _planes(self._rank, self._ranks.planes),
-            "topk_logprob_step": _planes(self._bits, 2),
+            "topk_rank": self._rank_planes,
+            "topk_logprob_step": self._step_planes,
             "label_logprob": batch.label_logprob[row],
             "loss_mask": batch.loss_mask[row],
             "segment": batch.segment[row],
@@ -81,6 +83,8 @@ class SampleDecoder:
 
     def finish(self, batch: CacheBatch, row: int) -> None:
         """Ids, log-probs and tail of the sample that was put into `places`."""
+        join_planes(self._rank_planes, self._rank)
+        join_planes(self._step_planes, self._bits)
         self._ranks.decode(batch.tokens[row, :-1], self._rank, batch.ids[row], self._scratch)
         whole = self._k == self._bits.shape[1]
         logprobs = batch.logprobs[row] if whole else self._logprobs
@@ -98,6 +102,14 @@ class SampleDecoder:
         batch.tail_logprob[row] = tail
 
 
+def join_planes(planes: np.ndarray, out: np.ndarray) -> None:
+    """Numbers [S, K] from their bytes, planes uint8 [P, S, K], the lowest first."""
+    np.copyto(out, planes[-1])
+    for plane in planes[-2::-1]:
+        out <<= 8
+        out |= plane
+
+
 def decode_logprobs(step: np.ndarray, out: np.ndarray) -> None:
     """Log-probs float32 [S, K] from steps uint16 [S, K], which are used up."""
     bits = np.cumsum(step, axis=-1, out=step)
@@ -107,11 +119,6 @@ def decode_logprobs(step: np.ndarray, out: np.ndarray) -> None:
     out *= np.float32(-(2.0**112))
     if (bits[:, -1] >= _INFINITY_BITS).any():  # the entries fall: the last is the first to reach it
         out[bits >= _INFINITY_BITS] = -np.inf
-
-
-def _planes(numbers: np.ndarray, planes: int) -> np.ndarray:
-    """The bytes of little-endian numbers [S, K] as planes [P, S, K], the lowest first: a view."""
-    return numbers.view(np.uint8).reshape(*numbers.shape, numbers.itemsize).transpose(2, 0, 1)[:planes]
 
 
 def _logsumexp(values: np.ndarray) -> np.ndarray:

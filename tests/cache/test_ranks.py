@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_kd.cache import frequency_table, rank_table
-from megatron_kd.cache.decode import decode_logprobs
+from megatron_kd.cache.decode import decode_logprobs, join_planes
 from megatron_kd.cache.encode import sort_entries
 from megatron_kd.cache.ranks import RankCoder, RankScratch, RankTable
 
@@ -13,9 +13,9 @@ from megatron_kd.cache.ranks import RankCoder, RankScratch, RankTable
 def decoded(coder, tokens, planes):
     """Ids of every sample, by the reader's arithmetic."""
     n, _, s, k = planes.shape
-    out, scratch = np.empty((n, s, k), np.int32), RankScratch(s, k)
+    out, scratch, rank = np.empty((n, s, k), np.int32), RankScratch(s, k), np.empty((s, k), coder.dtype)
     for row in range(n):
-        rank = sum(planes[row, p].astype(coder.dtype) << np.array(8 * p, coder.dtype) for p in range(coder.planes))
+        join_planes(planes[row], rank)
         coder.decode(tokens[row], rank, out[row], scratch)
     return out
 
