@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_kd.cache.codecs import preset
 from megatron_kd.cache.encode import commit_word, encode_block
-from megatron_kd.cache.layout import METADATA_KEYS, BlockEncoder
+from megatron_kd.cache.layout import METADATA_KEYS, BlockEncoder, metadata
 from megatron_kd.cache.ranks import RankCoder, RankTable
 from megatron_kd.cache.schema import BLOCK_ARRAYS, CacheError, Manifest
 from megatron_kd.cache.store import Url
@@ -57,10 +57,10 @@ def estimate(
         return Estimate(int(per_token * tokens), objects, per_token)
     n = len(targets["tokens"])
     part = manifest.with_samples(n, n)
-    encoder = BlockEncoder(part, table)
+    encoder = BlockEncoder(part)
     stored = encode_block(part, RankCoder(table), 0, targets)
     block = sum(map(len, encoder.encode(0, stored, commit_word(0, stored, encoder.specs)).values()))
-    fixed = sum(map(len, encoder.metadata.values()))
+    fixed = sum(map(len, metadata(part, table).values()))
     per_token = block / (n * manifest.seq_length)
     return Estimate(int(per_token * tokens) + fixed, objects, per_token)
 

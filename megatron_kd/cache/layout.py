@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,28 +32,46 @@ ROOT = "zarr.json"
 TABLE_KEYS = {name: f"{name}/c.0" for name in TABLES}
 METADATA_KEYS = (*(f"{name}/{ROOT}" for name in (*BLOCK_ARRAYS, COMMIT, *TABLES)), *TABLE_KEYS.values(), ROOT)
 _KEY_SUFFIX = {name: ".0" * axes for name, axes in BLOCK_ARRAYS.items()} | {COMMIT: ""}
-_DEFAULT_PIPELINE = {"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}
+_SETTINGS = threading.Lock()
 _TABLE_HASH, _METADATA_HASH = "tables_sha256", "metadata_sha256"
 
 
 class BlockEncoder:
-    """Turns the stored arrays of a block into objects; `metadata` holds the objects that every cache begins with."""
+    """Turns the stored arrays of a block into objects."""
 
-    def __init__(self, manifest: Manifest, table: RankTable) -> None:
+    def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.specs = block_arrays(manifest)
         self._objects: dict[str, Any] = {}
-        # Writing must not depend on the reading pipeline that the user may have chosen.
-        with zarr.config.set(_DEFAULT_PIPELINE):
-            self._arrays = _create_arrays(self._objects, manifest, table)
-        self.metadata = {key: self._objects[key].to_bytes() for key in METADATA_KEYS}
+        self._arrays = _create_arrays(zarr.create_group(MemoryStore(self._objects), zarr_format=3), manifest)
+
+    def document(self, array: str) -> dict[str, Any]:
+        """The parsed zarr.json of an array."""
+        return json.loads(self._objects[f"{array}/{ROOT}"].to_bytes())
 
     def encode(self, index: int, stored: Mapping[str, np.ndarray], commit_word: int) -> dict[str, bytes]:
         """Key → bytes of one block, the commit word last."""
-        for spec in self.specs:
-            self._arrays[spec.name][self.manifest.rows(index)] = stored[spec.name]
-        self._arrays[COMMIT][index] = commit_word
+        with _own_pipeline():  # sharding asks for it anew
+            for spec in self.specs:
+                self._arrays[spec.name][self.manifest.rows(index)] = stored[spec.name]
+            self._arrays[COMMIT][index] = commit_word
         return {key: self._objects.pop(key).to_bytes() for key in block_keys(index).values()}
+
+
+def metadata(manifest: Manifest, table: RankTable) -> dict[str, bytes]:
+    """Key → bytes of METADATA_KEYS: what every cache begins with, the group's own document last."""
+    found: dict[str, Any] = {}
+    group = zarr.create_group(MemoryStore(found), zarr_format=3)
+    _create_arrays(group, manifest)
+    for name in TABLES:
+        values = getattr(table, name)
+        # No id and no place is −2: a missing table cannot look like one.
+        _create(group, manifest, name, values.shape, "<i4", -2, values.shape)[:] = values
+    table_hash = _hash(found[key].to_bytes() for key in TABLE_KEYS.values())
+    group.update_attributes(manifest.attributes() | {_TABLE_HASH: table_hash})
+    parsed = {key: json.loads(data.to_bytes()) for key, data in found.items() if key.endswith(ROOT)}
+    group.update_attributes({_METADATA_HASH: metadata_hash(parsed)})
+    return {key: found[key].to_bytes() for key in METADATA_KEYS}
 
 
 def block_keys(index: int) -> dict[str, str]:
@@ -104,23 +124,12 @@ def metadata_hash(parsed: Mapping[str, Any]) -> str:
     return _hash([text.encode()])
 
 
-def _create_arrays(store_dict: dict[str, Any], manifest: Manifest, table: RankTable) -> dict[str, zarr.Array]:
-    group = zarr.create_group(MemoryStore(store_dict), zarr_format=3)
-    n, b = manifest.samples, manifest.block
+def _create_arrays(group: zarr.Group, manifest: Manifest) -> dict[str, zarr.Array]:
     arrays = {}
     for spec in block_arrays(manifest):
-        shape, chunk, shard = (n, *spec.shape), (1, *spec.inner), (b, *spec.shape)
+        shape, chunk, shard = (manifest.samples, *spec.shape), (1, *spec.inner), (manifest.block, *spec.shape)
         arrays[spec.name] = _create(group, manifest, spec.name, shape, spec.dtype, spec.fill, chunk, shard)
-    arrays[COMMIT] = _create(group, manifest, COMMIT, (manifest.blocks,), "<u8", 0, (1,))
-    for name in TABLES:
-        values = getattr(table, name)
-        # No id and no place is −2: a missing table cannot look like one.
-        _create(group, manifest, name, values.shape, "<i4", -2, values.shape)[:] = values
-    table_hash = _hash(store_dict[key].to_bytes() for key in TABLE_KEYS.values())
-    group.update_attributes(manifest.attributes() | {_TABLE_HASH: table_hash})
-    parsed = {key: json.loads(data.to_bytes()) for key, data in store_dict.items() if key.endswith(ROOT)}
-    group.update_attributes({_METADATA_HASH: metadata_hash(parsed)})
-    return arrays
+    return arrays | {COMMIT: _create(group, manifest, COMMIT, (manifest.blocks,), "<u8", 0, (1,))}
 
 
 def _create(
@@ -135,19 +144,30 @@ def _create(
 ) -> zarr.Array:
     # The index stands first: its place is known without knowing the object's length.
     shards: Any = {"shape": shard, "index_location": "start"} if shard else None
-    return group.create_array(
-        name,
-        shape=shape,
-        dtype=dtype,
-        fill_value=fill,
-        chunks=chunk,
-        shards=shards,
-        chunk_key_encoding={"name": "default", "separator": "."},
-        # A chunk that happens to hold nothing but the fill value is data as well.
-        config={"write_empty_chunks": True},
-        filters=[],
-        compressors=compressors(name, dtype, preset(manifest.codecs)),
-    )
+    with _own_pipeline():
+        return group.create_array(
+            name,
+            shape=shape,
+            dtype=dtype,
+            fill_value=fill,
+            chunks=chunk,
+            shards=shards,
+            chunk_key_encoding={"name": "default", "separator": "."},
+            # A chunk that happens to hold nothing but the fill value is data as well.
+            config={"write_empty_chunks": True},
+            filters=[],
+            compressors=compressors(name, dtype, preset(manifest.codecs)),
+        )
+
+
+@contextmanager
+def _own_pipeline() -> Iterator[None]:
+    """Writing must not depend on the codec pipeline that the user may have chosen for reading.
+
+    zarr's settings belong to the whole process: one thread at a time, or a second would restore the first's.
+    """
+    with _SETTINGS, zarr.config.set({"codec_pipeline.path": "zarr.core.codec_pipeline.BatchedCodecPipeline"}):
+        yield
 
 
 def _hash(parts: Iterable[bytes | None]) -> str:

@@ -11,7 +11,6 @@ Rules that keep it safe without a coordinator:
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 from megatron_kd.cache.blocks import BlockStore
 from megatron_kd.cache.chunks import ChunkDecoder
 from megatron_kd.cache.encode import commit_word, encode_block
-from megatron_kd.cache.layout import ROOT, BlockEncoder, block_keys
+from megatron_kd.cache.layout import ROOT, BlockEncoder, block_keys, metadata
 from megatron_kd.cache.ranks import RankCoder, RankTable
 from megatron_kd.cache.schema import COMMIT, CacheError, Manifest
 from megatron_kd.cache.store import Url, open_store
@@ -37,8 +36,8 @@ class CacheWriter:
         self.manifest = blocks.manifest
         self._blocks = blocks
         self._coder = RankCoder(blocks.table)
-        self._encoder = BlockEncoder(self.manifest, blocks.table)
-        _check_codecs(self._encoder)
+        self._encoder = BlockEncoder(self.manifest)
+        _check_codecs(self.manifest)
 
     @classmethod
     def create(
@@ -62,7 +61,7 @@ class CacheWriter:
         table = table if isinstance(table, RankTable) else RankTable.without_contexts(table)
         table.check(manifest.vocab_size)
         store = open_store(url, storage_options)
-        for key, data in BlockEncoder(manifest, table).metadata.items():
+        for key, data in metadata(manifest, table).items():
             store.write(key, data)
         return cls.resume(url, manifest, storage_options)
 
@@ -123,24 +122,18 @@ class CacheWriter:
         store.write(keys[COMMIT], encoded[keys[COMMIT]])
 
 
-def _check_codecs(encoder: BlockEncoder) -> None:
+def _check_codecs(manifest: Manifest) -> None:
     """Encode one sample of random bits and decode it again; raises where a codec changes a bit.
 
     Some codecs corrupt silently with some dtypes and versions: this finds it before the teacher has run.
     """
-    probe = BlockEncoder(
-        encoder.manifest.with_samples(1, 1), RankTable.without_contexts(np.arange(encoder.manifest.vocab_size))
-    )
+    probe = BlockEncoder(manifest.with_samples(1, 1))
     rng = np.random.default_rng(0)
-    stored = {
-        spec.name: np.frombuffer(rng.bytes(np.zeros((1, *spec.shape), spec.dtype).nbytes), spec.dtype).reshape(
-            1, *spec.shape
-        )
-        for spec in probe.specs
-    }
-    encoded = probe.encode(0, stored, 1)
-    keys = block_keys(0)
+    stored = {}
+    for spec in probe.specs:
+        zeros = np.zeros((1, *spec.shape), spec.dtype)
+        stored[spec.name] = np.frombuffer(rng.bytes(zeros.nbytes), spec.dtype).reshape(zeros.shape)
+    encoded, keys = probe.encode(0, stored, 1), block_keys(0)
     for name, array in stored.items():
-        decoder = ChunkDecoder(json.loads(probe.metadata[f"{name}/{ROOT}"]))
-        if decoder.shard(encoded[keys[name]], 1).tobytes() != array.tobytes():
+        if ChunkDecoder(probe.document(name)).shard(encoded[keys[name]], 1).tobytes() != array.tobytes():
             raise CacheError(f"array {name} does not survive its codecs with the installed zarr: change its version")

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import zarr
 
 from megatron_kd.cache import CacheError, CacheWriter, RankTable, TeacherCache, frequency_table, rank_table
 from tests.cache.targets import files, fill, manifest, table, targets
@@ -14,6 +15,16 @@ def test_same_bytes_for_any_order_of_writing(tmp_path):
     CacheWriter.create(tmp_path / "b", m, table(m))
     for index in reversed(range(m.blocks)):
         fill(CacheWriter.resume(tmp_path / "b", m), [index])
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_same_bytes_whatever_pipeline_zarr_is_set_to(tmp_path):
+    """A user may have chosen another codec pipeline for reading; here one that does not exist."""
+    m = manifest()
+    fill(CacheWriter.create(tmp_path / "a", m, table(m)))
+    with zarr.config.set({"codec_pipeline.path": "no.such.Pipeline", "array.write_empty_chunks": False}):
+        fill(CacheWriter.create(tmp_path / "b", m, table(m)))
+        TeacherCache.open(tmp_path / "b").read([3])
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
