@@ -44,20 +44,21 @@ def test_sequence_parallelism_and_gpt_oss():
     for shape in (PAPER, GPT_OSS):
         case = HeadCase("fused", 32_768, device="meta", repeats=0, sequence_parallel=True, **shape)
         row = simulate(case)
-        assert row["peak_bytes"] <= 1.05 * row["expected_bytes"]
+        # 5 % and the rows of the next chunk, which are gathered while this one is at work.
+        assert row["peak_bytes"] <= 1.06 * row["expected_bytes"]
 
 
 def simulate(case):
     """In a process of its own, as a group whose collectives do nothing is set up there."""
     command = [sys.executable, str(ROOT / "tools" / "head_case.py"), json.dumps(vars(case))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=True)
     return json.loads(done.stdout)
 
 
 def test_benchmark_writes_table_csv_and_document(tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "bench_head.py"), "--out", str(tmp_path), "--repeats", "1"]
     shape = ["--positions", "32", "--hidden", "16", "--vocab", "256", "--topk", "8", "--chunk", "16"]
-    done = subprocess.run([*command, *shape, "--variants", "fused"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *shape, "--variants", "fused"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr + done.stdout
     with (tmp_path / "head.csv").open() as file:
         (row,) = csv.DictReader(file)

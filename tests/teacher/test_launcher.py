@@ -119,4 +119,4 @@ def test_a_store_that_takes_no_more_ends_all_ranks(teacher, undisturbed, launche
     _, errors = process.communicate(timeout=120)
     assert process.returncode != 0
     assert "File too large" in errors
-    assert time.monotonic() - began < 60  # imports included, on busy cores
+    assert time.monotonic() - began < 110  # imports included, on busy cores
