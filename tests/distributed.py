@@ -27,7 +27,7 @@ class RankFailed(AssertionError):
     """A rank raised, died or ran out of time."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 400) -> list[Any]:
     """[function(rank, world_size, *arguments) of every rank]."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed"])
