@@ -209,4 +209,4 @@ def all_checks(rank, ranks):
 
 
 def test_contracts_of_two_ranks():
-    run_ranks(all_checks, 2, timeout=120)
+    run_ranks(all_checks, 2, timeout=600)
