@@ -15,9 +15,9 @@ from megatron_kd.data.dataset import Batch
 from megatron_kd.data.tokenizer import load_tokenizer, tokenizer_hash
 from megatron_kd.student.hf_weights import HfWeights
 
-# Entries are rounded on the way to the cache, the label's own log-probability is not. At −16 to −32 neighbouring
-# float16 values lie 1/64 apart, and the coarsest preset rounds to 1/16.
-_ROUNDING = 1.0 / 32
+# Entries are rounded on the way to the cache, the label's own log-probability is not: by 1/64 at most in float16, and
+# by 1 part in 128 in the coarsest preset.
+_ROUNDING, _RELATIVE_ROUNDING = 1.0 / 64, 1.0 / 100
 
 
 def check_cache(manifest: Manifest, config: RunConfig, weights: HfWeights) -> None:
@@ -70,10 +70,11 @@ def check_first_batch(batch: Batch, config: RunConfig, manifest: Manifest) -> No
     is_label = ids == batch.labels[..., None]
     least = logprobs.masked_fill(ids < 0, torch.inf).amin(-1)
     entry = torch.where(is_label, logprobs, -torch.inf).amax(-1)
+    slack = _ROUNDING + _RELATIVE_ROUNDING * batch.label_logprob.abs()
     differs = torch.where(
         is_label.any(-1),
-        (entry - batch.label_logprob).abs() > _ROUNDING,
-        batch.label_logprob > least + _ROUNDING,
+        (entry - batch.label_logprob).abs() > slack,
+        batch.label_logprob > least + slack,
     )
     counted = batch.loss_mask != 0
     wrong, checked = int((differs & counted).sum()), int(counted.sum())
