@@ -25,7 +25,7 @@ def main(config: RunConfig) -> Path:
     from megatron_kd import platform
     from megatron_kd.cache import TeacherCache
     from megatron_kd.console import Console
-    from megatron_kd.data.dataset import BatchLoader
+    from megatron_kd.data.dataset import BatchLoader, Place
     from megatron_kd.data.order import SampleOrder
     from megatron_kd.loss import fused_linear_kl
     from megatron_kd.student.hf_weights import HfWeights, save_hf
@@ -60,8 +60,7 @@ def main(config: RunConfig) -> Path:
         cache,
         order,
         config.loss,
-        rank=0,
-        ranks=1,
+        Place(),
         micro_batch=train.micro_batch,
         first_step=0,
         device=device,

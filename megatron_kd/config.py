@@ -27,6 +27,10 @@ def _section(cls: type[_T]) -> type[_T]:
 @_section
 class TeacherConfig:
     model: str  # Hugging Face folder or name, a .gguf file, or package:NAME for weights inside an installed package
+    engine: Literal["hf", "megatron"] = "hf"  # hf: transformers, a replica a rank; megatron: split over ranks
+    tensor: int = 1  # engine megatron: tensor-parallel ranks of a replica
+    pipeline: int = 1  # engine megatron: pipeline stages of a replica
+    checkpoint: str = ""  # engine megatron: weights from this Megatron checkpoint; empty: those of `model`
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the device computes in it
     micro_batch: int = 4  # samples in one forward; never crosses a block, so it is part of the cache's identity
     chunk_tokens: int = 512  # positions whose logits exist at a time
@@ -37,6 +41,7 @@ class DataConfig:
     source: str  # text file or folder, .jsonl, .parquet, saved data set, Megatron .bin, or python-docs (Python's own)
     field: str = "text"  # the field that holds the text, or a conversation: a list of {role, content}
     sequence_length: int = 512  # positions in a packed sample
+    document_multiple: int = 1  # documents are filled up to a multiple of it; 2 · parallel.context where that is > 1
     held_out: float = 0.1  # fraction of the documents, from the end, never trained on
     samples_dir: str = ""  # where the packed samples lie; empty: <run_dir>/samples
     max_samples: int | None = None  # train on at most so many samples, spread evenly over the text; null: all

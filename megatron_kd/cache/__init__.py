@@ -13,7 +13,7 @@ The format is described in docs/cache-format.md.
 from megatron_kd.cache.blocks import BlockStore
 from megatron_kd.cache.chunks import DamagedChunk
 from megatron_kd.cache.codecs import PRESETS
-from megatron_kd.cache.decode import CacheBatch
+from megatron_kd.cache.decode import CacheBatch, TokenBatch
 from megatron_kd.cache.encode import TARGET_NAMES, merge_draws
 from megatron_kd.cache.estimate import Estimate, check_space, estimate, recommended_block
 from megatron_kd.cache.inspect import inspect
@@ -44,6 +44,7 @@ __all__ = [
     "Report",
     "Stats",
     "TeacherCache",
+    "TokenBatch",
     "check_space",
     "estimate",
     "frequency_table",

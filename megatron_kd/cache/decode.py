@@ -51,6 +51,25 @@ class CacheBatch:
         )
 
 
+@dataclass(frozen=True)
+class TokenBatch:
+    """The text of samples without its targets; fields as in CacheBatch."""
+
+    tokens: np.ndarray  # int32 [n, S+1]
+    loss_mask: np.ndarray  # uint8 [n, S]
+    segment: np.ndarray  # int32 [n, S]
+
+    @classmethod
+    def empty(cls, manifest: Manifest, n: int) -> TokenBatch:
+        """Room for n samples."""
+        s = manifest.seq_length
+        return cls(np.empty((n, s + 1), np.int32), np.empty((n, s), np.uint8), np.empty((n, s), np.int32))
+
+    def places(self, row: int) -> dict[str, np.ndarray]:
+        """Array → where one sample of it has to be put; nothing is left to decode then."""
+        return {"tokens": self.tokens[row], "loss_mask": self.loss_mask[row], "segment": self.segment[row]}
+
+
 class SampleDecoder:
     """Decodes one sample after the other; every thread needs its own.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_kd.cache.blocks import BlockStore
-from megatron_kd.cache.decode import CacheBatch, SampleDecoder
+from megatron_kd.cache.decode import CacheBatch, SampleDecoder, TokenBatch
 from megatron_kd.cache.ranks import RankCoder
 from megatron_kd.cache.schema import Manifest
 from megatron_kd.cache.store import HeldStore, LocalStore, Url, open_store
@@ -64,8 +64,8 @@ class TeacherCache:
             k: entries per position, at most the stored ones; None for all.
             temperature: one of `manifest.temperatures`.
         """
-        ids = np.asarray(samples, np.int64).reshape(-1).tolist()
-        k = self._check(ids, k, temperature)
+        ids = self._existing(samples)
+        k = self._check(k, temperature)
         batch = CacheBatch.empty(self.manifest, len(ids), k)
 
         def one(row: int) -> None:
@@ -81,9 +81,18 @@ class TeacherCache:
                 one(row)
         return batch
 
+    def read_tokens(self, samples: Sequence[int] | np.ndarray) -> TokenBatch:
+        """The text of `samples`, in that order, without its targets: a hundredth of the bytes."""
+        ids = self._existing(samples)
+        batch = TokenBatch.empty(self.manifest, len(ids))
+        for row, sample in enumerate(ids):
+            index, place = divmod(sample, self.manifest.block)
+            self._blocks.sample(index, place, batch.places(row))
+        return batch
+
     def read_block(self, index: int, k: int | None = None, temperature: float = 1.0) -> CacheBatch:
         """All samples of a block; recomputes its commit word."""
-        k = self._check([], k, temperature)
+        k = self._check(k, temperature)
         stored = self._blocks.block(index)
         batch = CacheBatch.empty(self.manifest, len(stored["tokens"]), k)
         decoder = self._decoder(k, temperature)
@@ -107,11 +116,15 @@ class TeacherCache:
             self._local.key, self._local.decoder = key, SampleDecoder(self.manifest, self._ranks, k, temperature)
         return self._local.decoder
 
-    def _check(self, samples: list[int], k: int | None, temperature: float) -> int:
+    def _existing(self, samples: Sequence[int] | np.ndarray) -> list[int]:
+        ids = np.asarray(samples, np.int64).reshape(-1).tolist()
+        for sample in ids:
+            if not 0 <= sample < self.manifest.samples:
+                raise IndexError(f"sample {sample} does not exist: the cache has {self.manifest.samples} samples")
+        return ids
+
+    def _check(self, k: int | None, temperature: float) -> int:
         m = self.manifest
-        for sample in samples:
-            if not 0 <= sample < m.samples:
-                raise IndexError(f"sample {sample} does not exist: the cache has {m.samples} samples")
         k = m.k if k is None else k
         if not 1 <= k <= m.k:
             raise ValueError(f"k is {k} but the cache stores {m.k} entries per position: ask for at most that")

@@ -3,8 +3,12 @@
 A background thread reads and decodes; the training loop takes finished batches from a short queue and reports how long
 it had to wait. An error in the thread is raised where the batch was to be taken.
 
-Shapes: b samples, S positions, K teacher entries. Collectives: none; ranks that train on the same samples read them
-each for itself.
+Of the ranks that train on the same samples one reads the targets, which are 99 % of the bytes, and broadcasts them to
+the others; ranks without the output layer (a pipeline's earlier stages) receive none. The text every rank reads for
+itself: where documents begin must be known on the host. Under context parallelism a rank keeps its positions of each.
+
+Shapes: b samples, S positions, K teacher entries; T = b·S, or a context-parallel rank's share of it.
+Collectives: four broadcasts a micro-batch over the ranks that share targets, where there are several.
 """
 
 from __future__ import annotations
@@ -12,17 +16,19 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_kd.cache import CacheBatch, TeacherCache
+from megatron_kd.cache import CacheBatch, TeacherCache, TokenBatch
 from megatron_kd.config import LossConfig
-from megatron_kd.data.attention import DocumentAttention, document_attention
+from megatron_kd.data.attention import DocumentAttention, context_positions, document_attention, document_bounds
 from megatron_kd.data.order import SampleOrder
 from megatron_kd.loss import TeacherTopK
 
@@ -39,9 +45,43 @@ class Batch:
     position_ids: Tensor  # [b, S] int64
     segment: Tensor  # [b, S] document number of each position
     loss_mask: Tensor  # [b, S] float32
-    teacher: TeacherTopK  # ids and logprobs [b, S, K]
-    label_logprob: Tensor  # [b, S] the teacher's log-probability of the label, at temperature 1
+    teacher: TeacherTopK | None  # ids and logprobs [b, S, K]; None on ranks without the output layer
+    label_logprob: Tensor | None  # [b, S] the teacher's log-probability of the label, at temperature 1
     attention: DocumentAttention
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank needs of the data, and whom it shares it with."""
+
+    rank: int = 0  # data-parallel
+    ranks: int = 1
+    head: bool = True  # it holds the output layer, which is where targets are used
+    sharers: dist.ProcessGroup | None = None  # the ranks that use the same targets, whose first one reads; None: alone
+    context_rank: int = 0
+    context_ranks: int = 1
+
+    @property
+    def reads_targets(self) -> bool:
+        """Whether this rank reads the targets rather than receive them, or do without."""
+        return self.head and (self.sharers is None or self.sharers.rank() == 0)
+
+
+class Targets(NamedTuple):
+    """The teacher's part of a micro-batch."""
+
+    ids: Tensor  # [b, S, K] int32
+    logprobs: Tensor  # [b, S, K] fp32
+    tail_logprob: Tensor  # [b, S] fp32
+    label_logprob: Tensor  # [b, S] fp32
+
+
+class _Read(NamedTuple):
+    """What the thread hands over, on the host."""
+
+    samples: np.ndarray
+    text: TokenBatch | CacheBatch
+    targets: Targets | None  # where this rank reads them
 
 
 class BatchLoader:
@@ -52,92 +92,116 @@ class BatchLoader:
         cache: TeacherCache,
         order: SampleOrder,
         loss: LossConfig,
+        place: Place,
         *,
-        rank: int,
-        ranks: int,
         micro_batch: int,
         first_step: int,
         device: torch.device,
         packed: bool,
     ) -> None:
-        """Args: rank, ranks: data-parallel; packed: documents as PackedSeqParams rather than a mask."""
+        """Args: place: whose batches; packed: documents as PackedSeqParams rather than a mask."""
         self.waited = 0.0  # seconds spent waiting for data since it was last set to 0
-        self.recent_samples: deque[int] = deque(maxlen=order.global_batch // ranks)  # of the last step, for errors
-        self._cache, self._loss, self._device, self._packed = cache, loss, device, packed
+        # Of the last step, for errors.
+        self.recent_samples: deque[int] = deque(maxlen=order.global_batch // place.ranks)
+        self._cache, self._loss, self._place, self._device, self._packed = cache, loss, place, device, packed
         self._samples = itertools.chain.from_iterable(
-            order.micro_batches(step, rank, ranks, micro_batch) for step in itertools.count(first_step)
+            order.micro_batches(step, place.rank, place.ranks, micro_batch) for step in itertools.count(first_step)
         )
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache-reader")
-        self._pending: list[Future[Batch]] = [self._submit() for _ in range(_AHEAD)]
+        self._pending: list[Future[_Read]] = [self._submit() for _ in range(_AHEAD)]
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         started = time.perf_counter()
-        batch = self._pending.pop(0).result()
+        read = self._pending.pop(0).result()
         self.waited += time.perf_counter() - started
         self._pending.append(self._submit())
-        self.recent_samples.extend(batch.samples)
+        self.recent_samples.extend(int(sample) for sample in read.samples)
+        batch = make_batch(read.samples, read.text, self._delivered(read), self._device, packed=self._packed)
+        if self._place.context_ranks > 1:
+            batch = take_context(batch, read.text, self._place.context_rank, self._place.context_ranks)
         return batch
 
     def close(self) -> None:
         """Ends the thread; batches not yet taken are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(self) -> Future[Batch]:
+    def _submit(self) -> Future[_Read]:
         return self._pool.submit(self._load, next(self._samples))
 
-    def _load(self, samples: np.ndarray) -> Batch:
+    def _load(self, samples: np.ndarray) -> _Read:
+        if not self._place.reads_targets:
+            return _Read(samples, self._cache.read_tokens(samples), None)
         read = self._cache.read(samples, k=self._loss.k, temperature=self._loss.temperature)
-        return make_batch(samples, read, self._device, packed=self._packed)
+        return _Read(samples, read, targets_of(read, pinned=self._device.type == "cuda"))
+
+    def _delivered(self, read: _Read) -> Targets | None:
+        """The targets on the device, from the host or from the rank that read them."""
+        if not self._place.head:
+            return None
+        if read.targets is not None:
+            targets = Targets(*(x.to(self._device, non_blocking=True) for x in read.targets))
+        else:
+            k = self._loss.k or self._cache.manifest.k
+            shape = read.text.loss_mask.shape
+            targets = Targets(
+                torch.empty((*shape, k), dtype=torch.int32, device=self._device),
+                *(torch.empty(size, device=self._device) for size in ((*shape, k), shape, shape)),
+            )
+        if self._place.sharers is not None:
+            for tensor in targets:
+                dist.broadcast(tensor, group=self._place.sharers, group_src=0)
+        return targets
 
 
-def make_batch(samples: np.ndarray, read: CacheBatch, device: torch.device, *, packed: bool) -> Batch:
-    """What the cache returned, as tensors on the device."""
-    tokens = _to(read.tokens, device).long()
-    segment = _to(read.segment, device)
-    positions = torch.arange(segment.shape[1], device=device).expand_as(segment)
+def targets_of(read: CacheBatch, *, pinned: bool = False) -> Targets:
+    """What the cache returned, as tensors on the host, in memory a device can fetch from by itself if `pinned`."""
+    arrays = (read.ids, read.logprobs, read.tail_logprob, read.label_logprob)
+    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    return Targets(*(tensor.pin_memory() if pinned else tensor for tensor in tensors))
+
+
+def make_batch(
+    samples: np.ndarray, text: TokenBatch | CacheBatch, targets: Targets | None, device: torch.device, *, packed: bool
+) -> Batch:
+    """A micro-batch of samples: their text from the host, their targets already on the device."""
+    tokens = torch.from_numpy(text.tokens).to(device, non_blocking=True).long()
+    segment = torch.from_numpy(np.ascontiguousarray(text.segment))
     batch = Batch(
         samples=tuple(int(sample) for sample in samples),
         tokens=tokens[:, :-1].contiguous(),
         labels=tokens[:, 1:].contiguous(),
-        position_ids=positions.contiguous(),
-        segment=segment,
-        loss_mask=_to(read.loss_mask, device).float(),
-        teacher=TeacherTopK(_to(read.ids, device), _to(read.logprobs, device), _to(read.tail_logprob, device)),
-        label_logprob=_to(read.label_logprob, device),
-        attention=document_attention(segment, packed=packed),
+        position_ids=torch.arange(segment.shape[1], device=device).expand_as(segment).contiguous(),
+        segment=segment.to(device, non_blocking=True),
+        loss_mask=torch.from_numpy(np.ascontiguousarray(text.loss_mask)).to(device, non_blocking=True).float(),
+        attention=document_attention(segment, packed=packed, device=device),
+        teacher=None if targets is None else TeacherTopK(targets.ids, targets.logprobs, targets.tail_logprob),
+        label_logprob=None if targets is None else targets.label_logprob,
     )
-    return end_to_end(batch) if packed else batch
+    # As `thd` attention takes them: the samples of a micro-batch one behind the other, [1, b·S].
+    return _each_position(batch, lambda x: x.reshape(1, -1, *x.shape[2:])) if packed else batch
 
 
-def end_to_end(batch: Batch) -> Batch:
-    """The samples of a micro-batch laid one behind the other, [1, b·S], as `thd` attention takes them."""
+def take_context(batch: Batch, text: TokenBatch | CacheBatch, rank: int, ranks: int) -> Batch:
+    """A context-parallel rank's positions of a batch; `attention` goes on describing the whole one.
 
-    def flat(tensor: Tensor) -> Tensor:
-        return tensor.reshape(1, -1, *tensor.shape[2:])
-
-    teacher = batch.teacher
-    return Batch(
-        samples=batch.samples,
-        tokens=flat(batch.tokens),
-        labels=flat(batch.labels),
-        position_ids=flat(batch.position_ids),
-        segment=flat(batch.segment),
-        loss_mask=flat(batch.loss_mask),
-        label_logprob=flat(batch.label_logprob),
-        teacher=TeacherTopK(
-            flat(teacher.ids),
-            flat(teacher.logprobs),
-            None if teacher.tail_logprob is None else flat(teacher.tail_logprob),
-        ),
-        attention=batch.attention,
-    )
+    Raises:
+        ValueError: a document, or a sample without them, that cannot be cut into 2·ranks equal pieces.
+    """
+    if batch.attention.packed is None:
+        bounds = torch.tensor([0, batch.tokens.shape[1]])
+    else:
+        bounds = document_bounds(torch.from_numpy(np.ascontiguousarray(text.segment)))
+    positions = context_positions(bounds, rank, ranks).to(batch.tokens.device, non_blocking=True)
+    return _each_position(batch, lambda x: x.index_select(1, positions))
 
 
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+def _each_position(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """The batch with a change made to every tensor that has a value for each position."""
+    names = ("tokens", "labels", "position_ids", "segment", "loss_mask", "label_logprob")
+    changed = {name: change(getattr(batch, name)) for name in names if getattr(batch, name) is not None}
+    if batch.teacher is not None:
+        changed["teacher"] = TeacherTopK(*(None if x is None else change(x) for x in batch.teacher))
+    return replace(batch, **changed)

@@ -28,8 +28,17 @@ _BATCH_CHARACTERS = 1 << 20  # the tokenizer works on a batch in parallel; a bat
 Encoded = tuple[NDArray[np.int32], NDArray[np.uint8]]  # ids, and 1 where a token is learnt
 
 
-def encode(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, folder: Path) -> TokenStream:
+def encode(
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, folder: Path, multiple: int = 1
+) -> TokenStream:
     """Encodes the documents into files under `folder`, and maps them.
+
+    Args:
+        documents: what to encode.
+        tokenizer: turns text into ids.
+        folder: for the files.
+        multiple: each document is filled up to a multiple of so many tokens, with end-of-document tokens that are not
+            learnt.
 
     Returns:
         The stream; it is empty when there is no document.
@@ -41,6 +50,8 @@ def encode(documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase, fo
     files = folder / "stream.int32", folder / "learnt.uint8"
     with files[0].open("wb") as tokens_output, files[1].open("wb") as learnt_output:
         for ids, learnt in _encoded(documents, tokenizer):
+            filling = np.full(-len(ids) % multiple, tokenizer.eos_token_id, np.int32)
+            ids, learnt = np.append(ids, filling), np.append(learnt, np.zeros(len(filling), np.uint8))
             starts.append(position)
             position += len(ids)
             tokens_output.write(ids.tobytes())

@@ -76,13 +76,19 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, console: Cons
         ValueError: the folder holds samples made otherwise; the message says what differs.
     """
     folder = config.samples_dir
-    parameters = sample_parameters(config.data, tokenizer)
+    data = config.data
+    if data.document_multiple < 1 or data.sequence_length % data.document_multiple:
+        raise ValueError(
+            f"data.document_multiple is {data.document_multiple}; a divisor of data.sequence_length = "
+            f"{data.sequence_length} is needed, as documents that run on in the next sample are cut there"
+        )
+    parameters = sample_parameters(data, tokenizer)
     if (folder / "samples.json").exists():
         _require_same(folder, parameters)
         console.note(f"samples are prepared already: {folder}")
     else:
-        console.note(f"tokenising {config.data.source}")
-        _write(folder, config.data, parameters, tokenizer)
+        console.note(f"tokenising {data.source}")
+        _write(folder, data, parameters, tokenizer)
     _show(folder, console)
     return folder
 
@@ -114,16 +120,17 @@ def sample_parameters(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> d
         "chat_template": xxhash.xxh3_64_hexdigest(str(tokenizer.chat_template or "").encode()),
         "packing": PACKING,
         "sequence_length": data.sequence_length,
+        "document_multiple": data.document_multiple,
         "held_out": data.held_out,
         "max_samples": data.max_samples,
     }
 
 
-def split_documents(stream: TokenStream, held_out: float) -> dict[Split, TokenStream]:
+def split_documents(stream: TokenStream, held_out: float, multiple: int = 1) -> dict[Split, TokenStream]:
     """The last `held_out` of the documents apart from the rest.
 
-    Where the fraction is less than one document, the text itself is cut: the last `held_out` of the tokens become a
-    document of their own.
+    Where the fraction is less than one document, the text itself is cut, at a multiple of `multiple` tokens: the last
+    `held_out` of the tokens become a document of their own.
 
     Raises:
         ValueError: a fraction outside [0, 1).
@@ -133,7 +140,7 @@ def split_documents(stream: TokenStream, held_out: float) -> dict[Split, TokenSt
     documents = len(stream.starts)
     first = documents - int(documents * held_out)
     if held_out > 0 and first == documents:
-        position = round(len(stream.tokens) * (1 - held_out))
+        position = round(len(stream.tokens) * (1 - held_out) / multiple) * multiple
         stream = stream.cut(position)
         documents, first = len(stream.starts), int(np.searchsorted(stream.starts, position))
     return {"train": stream.documents(0, first), "held_out": stream.documents(first, documents)}
@@ -143,11 +150,12 @@ def _write(folder: Path, data: DataConfig, parameters: dict[str, Any], tokenizer
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
         result = Path(temporary) / "result"
-        stream = encode(iterate_documents(data.source, data.field), tokenizer, Path(temporary))
+        documents = iterate_documents(data.source, data.field)
+        stream = encode(documents, tokenizer, Path(temporary), data.document_multiple)
         if len(stream.tokens) < 2:
             raise SourceError(f"data.source {data.source}: no text in it; at least one document is needed")
         splits = {}
-        for split, part in split_documents(stream, data.held_out).items():
+        for split, part in split_documents(stream, data.held_out, data.document_multiple).items():
             most = data.max_samples if split == "train" else None
             chosen = choose_samples(part.sample_count(data.sequence_length), most)
             splits[split] = dataclasses.asdict(_write_split(result / split, part, chosen, parameters))

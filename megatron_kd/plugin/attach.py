@@ -50,6 +50,11 @@ class KDHandle:
     def __init__(self, heads: Sequence[_Head]) -> None:
         self._heads = {id(head.chunk): head for head in heads}
 
+    @property
+    def has_head(self) -> bool:
+        """Whether a chunk of this rank has an output layer, and so needs targets."""
+        return bool(self._heads)
+
     def set_targets(
         self,
         model_chunk: Module,

@@ -64,6 +64,8 @@ def check_first_batch(batch: Batch, config: RunConfig, manifest: Manifest) -> No
     Raises:
         ValueError: targets that do not belong to the labels, with the numbers.
     """
+    if batch.teacher is None or batch.label_logprob is None:  # another pipeline stage has the targets
+        return
     if config.loss.temperature != 1.0 or manifest.entries == "sampled":  # the label's is stored at temperature 1 only
         return
     ids, logprobs, _ = batch.teacher

@@ -14,11 +14,11 @@ import torch
 from megatron_kd import platform
 from megatron_kd.config import ParallelConfig, RunConfig
 from megatron_kd.student.architecture import architecture, transformer_config
+from megatron_kd.student.checkpoint import latest_checkpoint, load_checkpoint
 from megatron_kd.student.convert import export_to_hf
 from megatron_kd.student.hf_weights import HfWeights, save_hf
 from megatron_kd.student.model import build_model, initialize_parallel
 from megatron_kd.teacher.weights import resolve_model
-from megatron_kd.train.checkpoint import latest_checkpoint, load_checkpoint
 
 
 def export_checkpoint(config: RunConfig, output: Path) -> Path:

@@ -22,12 +22,12 @@ from megatron_kd import platform
 from megatron_kd.cache import Manifest, TeacherCache
 from megatron_kd.config import RunConfig
 from megatron_kd.console import Console, byte_count
-from megatron_kd.data.dataset import Batch, BatchLoader
+from megatron_kd.data.dataset import Batch, BatchLoader, Place
 from megatron_kd.data.order import SampleOrder
+from megatron_kd.student.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from megatron_kd.student.hf_weights import HfWeights
 from megatron_kd.student.model import initialize_parallel
 from megatron_kd.teacher.weights import resolve_model
-from megatron_kd.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from megatron_kd.train.checks import check_cache, check_first_batch
 from megatron_kd.train.setup import Student, build_student, uses_distributed_optimizer
 from megatron_kd.train.step import run_forward_backward
@@ -72,8 +72,7 @@ def distill(config: RunConfig) -> Path:
         cache,
         order,
         config.loss,
-        rank=parallel_state.get_data_parallel_rank(),
-        ranks=parallel_state.get_data_parallel_world_size(),
+        _place(student),
         micro_batch=config.train.micro_batch,
         first_step=done,
         device=platform.device(),
@@ -85,6 +84,19 @@ def distill(config: RunConfig) -> Path:
         loader.close()
         console.close()
     return _last(config)
+
+
+def _place(student: Student) -> Place:
+    """Which data this rank needs: its data-parallel share, and the targets where its stage ends in the output layer."""
+    sharers = parallel_state.get_tensor_and_context_parallel_group()
+    return Place(
+        rank=parallel_state.get_data_parallel_rank(),
+        ranks=parallel_state.get_data_parallel_world_size(),
+        head=student.handle.has_head,
+        sharers=sharers if sharers.size() > 1 else None,
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_ranks=parallel_state.get_context_parallel_world_size(),
+    )
 
 
 def _train(

@@ -24,7 +24,8 @@ from megatron_kd.plugin import KDHandle
 def forward_step(handle: KDHandle, batches: Iterator[Batch], model: Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
     """Megatron's forward step: hands the targets to the plugin and runs the model."""
     batch = next(batches)
-    handle.set_targets(model, batch.teacher, labels=batch.labels, loss_mask=batch.loss_mask)
+    if batch.teacher is not None:  # otherwise the output layer is on another pipeline stage
+        handle.set_targets(model, batch.teacher, labels=batch.labels, loss_mask=batch.loss_mask)
     extra = {} if batch.attention.packed is None else {"packed_seq_params": batch.attention.packed}
     output = model(batch.tokens, batch.position_ids, batch.attention.mask, labels=batch.labels, **extra)
     return output, partial(token_sum, batch.loss_mask)

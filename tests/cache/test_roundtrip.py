@@ -89,6 +89,15 @@ def test_ties_go_to_the_lowest_id_and_absent_entries_come_last(tmp_path):
     np.testing.assert_array_equal(batch.logprobs[0, 0], np.float32([np.float16(-1.9), -2, -2, -np.inf, -np.inf]))
 
 
+def test_the_text_can_be_read_without_its_targets(tmp_path):
+    cache = make(tmp_path, manifest())
+    whole, text = cache.read([5, 0, 5]), cache.read_tokens([5, 0, 5])
+    for name in ("tokens", "loss_mask", "segment"):
+        np.testing.assert_array_equal(getattr(text, name), getattr(whole, name))
+    with pytest.raises(IndexError, match="sample 99 does not exist"):
+        cache.read_tokens([99])
+
+
 @pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 0.5])
 def test_fewer_entries_and_other_temperatures(tmp_path, k, temperature):

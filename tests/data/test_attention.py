@@ -1,8 +1,9 @@
 """Packed documents do not see each other, in both forms."""
 
+import pytest
 import torch
 
-from megatron_kd.data.attention import document_attention
+from megatron_kd.data.attention import context_positions, document_attention, document_bounds
 
 SEGMENT = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
 
@@ -30,3 +31,25 @@ def test_the_packed_form_has_the_same_documents_end_to_end():
 def test_a_document_running_across_samples_is_cut_there():
     packed = document_attention(torch.zeros(2, 4, dtype=torch.int32), packed=True).packed
     assert packed.cu_seqlens_q.tolist() == [0, 4, 8]
+
+
+def test_context_parallel_ranks_take_the_first_and_the_last_pieces():
+    """S = 8 on two ranks: 0, 1, 6, 7 and 2, 3, 4, 5."""
+    bounds = torch.tensor([0, 8])
+    assert context_positions(bounds, 0, 2).tolist() == [0, 1, 6, 7]
+    assert context_positions(bounds, 1, 2).tolist() == [2, 3, 4, 5]
+    assert context_positions(bounds, 0, 1).tolist() == list(range(8))
+
+
+def test_context_parallel_ranks_cut_every_document_by_itself():
+    """Documents of 4 and 8 positions, the latter in a second sample: all ranks together have every position once."""
+    segment = torch.tensor([[0] * 4 + [1] * 4, [0] * 8])
+    bounds = document_bounds(segment)
+    assert bounds.tolist() == [0, 4, 8, 16]
+    assert context_positions(bounds, 0, 2).tolist() == [0, 3, 4, 7, 8, 9, 14, 15]
+    assert context_positions(bounds, 1, 2).tolist() == [1, 2, 5, 6, 10, 11, 12, 13]
+
+
+def test_a_document_that_cannot_be_cut_is_refused():
+    with pytest.raises(ValueError, match=r"a document of 6 positions .* data.document_multiple 4"):
+        context_positions(torch.tensor([0, 8, 14]), 0, 2)

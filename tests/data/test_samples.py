@@ -23,6 +23,7 @@ def tokenizer():
 
 
 def run_config(folder, documents=20, **data) -> RunConfig:
+    folder.mkdir(exist_ok=True)
     source = write_jsonl(folder / "text.jsonl", documents)
     settings = {"source": str(source), "sequence_length": 32, **data}
     return RunConfig(run_dir=str(folder / "run"), teacher=TeacherConfig(model="m"), data=DataConfig(**settings))
@@ -82,6 +83,22 @@ def test_max_samples_spreads_fewer_training_samples_over_the_whole_text(tmp_path
     assert train.counts.learnt == train.loss_mask.sum()
     assert train.counts.documents == sum(len(set(row)) for row in train.segment.tolist())
     assert len(load_samples(tmp_path / "fewer", "held_out")) > 3
+
+
+def test_documents_are_filled_up_to_a_multiple(tmp_path, tokenizer):
+    """For context parallelism: every document of every sample divides by 4; what was added is never learnt."""
+    plain = prepare(run_config(tmp_path / "plain"), tokenizer, SILENT)
+    filled = prepare(run_config(tmp_path / "filled", document_multiple=4), tokenizer, SILENT)
+    for split in ("train", "held_out"):
+        samples = load_samples(filled, split)
+        for segment in samples.segment:
+            assert (np.bincount(segment) % 4 == 0).all()
+        assert samples.counts.learnt == load_samples(plain, split).counts.learnt
+        assert samples.counts.documents == load_samples(plain, split).counts.documents
+    one = prepare(run_config(tmp_path / "one", documents=1, document_multiple=4, held_out=0.5), tokenizer, SILENT)
+    assert all((np.bincount(segment) % 4 == 0).all() for segment in load_samples(one, "held_out").segment)
+    with pytest.raises(ValueError, match=r"data.document_multiple is 5; a divisor of data.sequence_length = 32"):
+        prepare(run_config(tmp_path / "odd", document_multiple=5), tokenizer, SILENT)
 
 
 def test_no_text_leaves_nothing_behind(tmp_path, tokenizer):

@@ -46,15 +46,24 @@ def save_checkpoint(folder: Path, step: int, chunks: list[Module], optimizer: An
 
 def load_checkpoint(folder: Path, chunks: list[Module], optimizer: Any = None, scheduler: Any = None) -> int:
     """Fills model, and optimizer and schedule if given, from a checkpoint; returns the steps done. Collective."""
-    state = _sharded_state(chunks, optimizer, scheduler, is_loading=True)
-    loaded = dist_checkpointing.load({**state, "step": 0}, str(folder), strict=_IGNORE_UNREQUESTED)
-    for name, chunk in _named(chunks):
-        chunk.load_state_dict(loaded[name])
+    loaded = _load(folder, {**_sharded_state(chunks, optimizer, scheduler, is_loading=True), "step": 0}, chunks)
     if optimizer is not None:
         optimizer.load_state_dict(loaded["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(loaded["scheduler"])
     return int(loaded["step"])
+
+
+def load_weights(folder: Path, chunks: list[Module]) -> None:
+    """Fills a model from any checkpoint of `dist_checkpointing`, this project's or Megatron-LM's. Collective."""
+    _load(folder, _sharded_state(chunks, None, None, is_loading=True), chunks)
+
+
+def _load(folder: Path, wanted: dict[str, Any], chunks: list[Module]) -> dict[str, Any]:
+    loaded = dist_checkpointing.load(wanted, str(folder), strict=_IGNORE_UNREQUESTED)
+    for name, chunk in _named(chunks):
+        chunk.load_state_dict(loaded[name])
+    return loaded
 
 
 _IGNORE_UNREQUESTED = dist_checkpointing.validation.StrictHandling.ASSUME_OK_UNEXPECTED
