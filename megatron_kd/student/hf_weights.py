@@ -7,6 +7,7 @@ time, so a checkpoint of any size can be opened.
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,6 +53,11 @@ class HfWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         handle, stored_name = self._tensors[name]
         return handle.get_tensor(stored_name)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all tensors; nothing is read."""
+        return sum(math.prod(handle.get_slice(name).get_shape()) for handle, name in self._tensors.values())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

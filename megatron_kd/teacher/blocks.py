@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -31,13 +32,18 @@ class TeacherError(RuntimeError):
 class BlockResult:
     """A block under way: `arrays` are whole when `done` equals the number of its samples."""
 
-    arrays: Arrays  # as `CacheWriter.write_block` takes them
+    arrays: Arrays  # as `CacheWriter.write_block` takes them; without targets on ranks without the head
     done: int  # samples computed
-    nll: float  # mean −log p(label) of the last micro-batch's learnt positions
+    nll: float  # mean −log p(label) of the last micro-batch's learnt positions, where known
 
 
 def compute_block(
-    engine: TeacherEngine, samples: SampleSet, index: int, manifest: Manifest, chunk_tokens: int
+    engine: TeacherEngine,
+    samples: SampleSet,
+    index: int,
+    manifest: Manifest,
+    chunk_tokens: int,
+    group: dist.ProcessGroup | None = None,
 ) -> Iterator[BlockResult]:
     """Computes block `index`, and says so after each micro-batch.
 
@@ -47,6 +53,7 @@ def compute_block(
         index: the block.
         manifest: which samples a block holds, entries, temperatures, vocabulary, micro-batch.
         chunk_tokens: positions whose logits exist at a time.
+        group: the ranks that hold the other rows of the head.
 
     Raises:
         TeacherError: logits that are not finite; names sample and position.
@@ -60,24 +67,35 @@ def compute_block(
     parts: list[Targets] = []
     for first in range(rows.start, rows.stop, manifest.micro_batch):
         batch = slice(first, min(first + manifest.micro_batch, rows.stop))
-        targets = _targets(engine, samples, batch, manifest, chunk_tokens)
-        _require_finite(targets.logz, first, manifest)
-        parts.append(Targets(*(part.cpu().unflatten(0, (-1, manifest.seq_length)) for part in targets)))
-        if batch.stop == rows.stop:
+        targets = _targets(engine, samples, batch, manifest, chunk_tokens, group)
+        nll = torch.empty(0)
+        if targets is not None:
+            _require_finite(targets.logz, first, manifest)
+            parts.append(Targets(*(part.cpu().unflatten(0, (-1, manifest.seq_length)) for part in targets)))
+            nll = -parts[-1].label_logprob[_tensor(samples.loss_mask[batch]) != 0]
+        if parts and batch.stop == rows.stop:
             arrays |= {name: array.numpy() for name, array in concatenated(parts)._asdict().items()}
-        learnt = _tensor(samples.loss_mask[batch]) != 0
-        nll = -parts[-1].label_logprob[learnt]
         yield BlockResult(arrays, batch.stop - rows.start, nll.mean().item() if len(nll) else 0.0)
 
 
-def _targets(engine: TeacherEngine, samples: SampleSet, batch: slice, manifest: Manifest, chunk_tokens: int) -> Targets:
+def _targets(
+    engine: TeacherEngine,
+    samples: SampleSet,
+    batch: slice,
+    manifest: Manifest,
+    chunk_tokens: int,
+    group: dist.ProcessGroup | None,
+) -> Targets | None:
     tokens = _tensor(samples.tokens[batch])
-    hidden = engine.hidden_states(tokens[:, :-1], _tensor(samples.segment[batch])).flatten(0, 1)
-    labels = tokens[:, 1:].flatten().to(hidden.device)
+    hidden = engine.hidden_states(tokens[:, :-1], _tensor(samples.segment[batch]))
+    if hidden is None or engine.head is None:
+        return None
+    hidden, labels = hidden.flatten(0, 1), tokens[:, 1:].flatten().to(hidden.device)
     settings = {
         "vocab_size": manifest.vocab_size,
         "temperatures": manifest.temperatures,
         "chunk_tokens": chunk_tokens,
+        "group": group,
     }
     if manifest.entries == "topk":
         return topk_targets(hidden, engine.head, labels, k=manifest.k, **settings)

@@ -8,9 +8,11 @@ Shapes: b samples, S positions, D hidden, Vp vocabulary rows of this rank's head
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -21,23 +23,37 @@ class Head(NamedTuple):
     bias: Tensor | None = None  # [Vp]
 
 
+class Replica(NamedTuple):
+    """A whole teacher, on one rank or several, and this rank's part in it. Replicas share nothing but the cache."""
+
+    index: int
+    count: int
+    group: dist.ProcessGroup | None = None  # the ranks that hold the other rows of the head; None: there are none
+    leads: bool = True  # hands the targets on: one rank of each replica
+
+    @staticmethod
+    def of_one_rank() -> Replica:
+        """Each rank that torchrun started, or the only process, is a replica by itself."""
+        return Replica(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+
 class TeacherEngine(Protocol):
     """A teacher in evaluation mode; nothing it returns carries a gradient."""
 
-    head: Head
+    head: Head | None  # None on ranks that end before it
     dtype: torch.dtype  # what it computes in
     parameters: int  # of the whole model
     vocabulary_rows: int  # of the whole head, over all ranks
 
-    def hidden_states(self, tokens: Tensor, segment: Tensor) -> Tensor:
-        """Final hidden states, after the last norm.
+    def hidden_states(self, tokens: Tensor, segment: Tensor) -> Tensor | None:
+        """Final hidden states, after the last norm. Every rank of the replica calls it with the same tokens.
 
         Args:
             tokens: [b, S] ids.
             segment: [b, S] document numbers; a document sees nothing of another, and its positions start at 0.
 
         Returns:
-            [b, S, D] on the head's device.
+            [b, S, D] on the head's device, the same on all ranks that hold some of it; None on the others.
         """
         ...
 

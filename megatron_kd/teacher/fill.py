@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from megatron_kd.cache import CacheWriter, Manifest, rank_table
-from megatron_kd.cache.layout import ROOT
-from megatron_kd.cache.store import open_store
 from megatron_kd.console import Console, duration
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.teacher.blocks import Arrays, compute_block
-from megatron_kd.teacher.engine import TeacherEngine
+from megatron_kd.teacher.engine import Replica, TeacherEngine
 from megatron_kd.teacher.write_behind import WriteBehind
 
 _POLL_SECONDS = 0.2
@@ -28,7 +26,7 @@ _POLL_SECONDS = 0.2
 
 def open_if_there(url: str, manifest: Manifest) -> CacheWriter | None:
     """The cache at `url` to go on with; None where there is none yet. Raises `CacheError` where it is another."""
-    return CacheWriter.resume(url, manifest) if _exists(url) else None
+    return CacheWriter.resume(url, manifest) if CacheWriter.exists(url) else None
 
 
 def fill(
@@ -39,50 +37,50 @@ def fill(
     samples: SampleSet,
     engine: TeacherEngine,
     *,
+    replica: Replica,
     chunk_tokens: int,
     console: Console,
-    ranks: int,
 ) -> None:
-    """Computes and writes `blocks`, in this order.
+    """Computes and writes `blocks`, in this order. All ranks of a replica compute them together, one writes.
 
     Args:
         url: where the cache is, or is going to be.
         manifest: what it holds.
         writer: the cache, if it is there.
-        blocks: this process's share of the missing blocks.
+        blocks: this replica's share of the missing blocks.
         samples: the teacher's input.
         engine: the teacher.
+        replica: this rank's part in it, and how many replicas are at work.
         chunk_tokens: positions whose logits exist at a time.
         console: shows progress.
-        ranks: processes at work, for the estimate of the time.
     """
     total = sum(manifest.rows(block).stop - manifest.rows(block).start for block in blocks)
     started, done, queue = time.perf_counter(), 0, None
     with ExitStack() as stack:
         progress = stack.enter_context(console.progress("teacher", total, "samples"))
         for block in blocks:
-            for result in compute_block(engine, samples, block, manifest, chunk_tokens):
+            for result in compute_block(engine, samples, block, manifest, chunk_tokens, replica.group):
                 now = done + result.done
                 speed = now * manifest.seq_length / (time.perf_counter() - started)
                 progress.update(now, {"block": block, "nll": result.nll, "tokens_per_second": speed})
-            if queue is None:
+            if not done:
                 seconds = (time.perf_counter() - started) / result.done * (total - result.done)
-                console.quantity("time left", duration(seconds), f"{speed * ranks:,.0f} tokens/s on {ranks} rank(s)")
+                together = f"{speed * replica.count:,.0f} tokens/s on {replica.count} replica(s)"
+                console.quantity("time left", duration(seconds), together)
+            done += result.done
+            if not replica.leads:
+                continue
+            if queue is None:
                 if writer is None:
                     writer = _create_or_await(url, manifest, block, result.arrays)
                 queue = stack.enter_context(WriteBehind(writer))
             queue.submit(block, result.arrays)
-            done += result.done
 
 
 def _create_or_await(url: str, manifest: Manifest, block: int, arrays: Arrays) -> CacheWriter:
     if block == 0:
         table = rank_table(arrays["tokens"], arrays["ids"], manifest.vocab_size)
         return CacheWriter.open_or_create(url, manifest, table)
-    while not _exists(url):
+    while not CacheWriter.exists(url):
         time.sleep(_POLL_SECONDS)
     return CacheWriter.resume(url, manifest)
-
-
-def _exists(url: str) -> bool:
-    return open_store(url).read(ROOT) is not None

@@ -44,6 +44,8 @@ _SHARE_OF_MEMORY = 0.8
 class HfEngine:
     """A transformers model; see `TeacherEngine` for the members."""
 
+    head: Head
+
     def __init__(
         self,
         folder: Path,

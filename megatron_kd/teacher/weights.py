@@ -72,6 +72,14 @@ def weights_hash(folder: Path) -> str:
     return f"files:{_file_hash(*files)}"
 
 
+def checkpoint_hash(folder: Path) -> str:
+    """What identifies a checkpoint's weights: a hash of its files. Raises `ValueError` where there is none."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    if not files:
+        raise ValueError(f"teacher.checkpoint {folder}: a folder that dist_checkpointing has written is needed")
+    return f"checkpoint:{_file_hash(*files)}"
+
+
 def cache_folder() -> Path:
     """Where converted models are kept: $MEGATRON_KD_CACHE, else megatron_kd under the user's cache folder."""
     if chosen := os.environ.get("MEGATRON_KD_CACHE"):

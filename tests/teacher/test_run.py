@@ -16,6 +16,7 @@ from megatron_kd.console import Console
 from megatron_kd.data.samples import load_samples
 from megatron_kd.teacher import fill
 from megatron_kd.teacher.blocks import TeacherError
+from megatron_kd.teacher.engine import Replica
 from megatron_kd.teacher.hf import HfEngine
 from megatron_kd.teacher.run import cache_teacher
 from tests.data.texts import write_jsonl
@@ -185,7 +186,7 @@ def test_drawn_targets_go_through_the_cache(teacher, cache, tmp_path):
         manifest = replace(topk, entries="sampled", draws=8, k=8, block=block, micro_batch=1)
         url = str(tmp_path / f"{block}.zarr")
         fill.fill(url, manifest, None, range(manifest.blocks), samples, engine, chunk_tokens=50, console=Console(1),
-                  ranks=1)  # fmt: skip
+                  replica=Replica(0, 1))  # fmt: skip
         found.append(TeacherCache.open(url).read(range(len(samples))))
     assert np.array_equal(found[0].ids, found[1].ids)
     mass = np.where(np.asarray(found[0].ids) >= 0, np.exp(found[0].logprobs), 0).sum(-1)
