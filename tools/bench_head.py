@@ -21,6 +21,7 @@ import argparse
 import csv
 import itertools
 import json
+import math
 import os
 import platform
 import subprocess
@@ -61,13 +62,14 @@ def main() -> int:
         return 0
     cases = simulated_cases(options) if options.simulate else measured_cases(options)
     print(f"{len(cases)} configurations, one process each, on {machine()['machine']}", flush=True)
+    off = {}
     if options.simulate:
-        valid = [variant for variant in VARIANTS if simulation_agrees(variant, options)]
-        cases = [case for case in cases if case.variant in valid]
+        off = {variant: simulation_error(variant, options) for variant in VARIANTS}
+        cases = [case for case in cases if abs(off[case.variant]) <= AGREEMENT]
     rows = []
     for index, case in enumerate(cases):
         began = time.monotonic()
-        row = machine() | run(case, options.timeout)
+        row = machine() | run(case, options.timeout) | {"simulation_error": off.get(case.variant)}
         rows.append(row)
         print(f"[{index + 1}/{len(cases)}] {time.monotonic() - began:.0f} s  {head_report.line(row)}", flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -144,20 +146,20 @@ def simulated_cases(options: argparse.Namespace) -> list[HeadCase]:
     return cases
 
 
-def simulation_agrees(variant: str, options: argparse.Namespace) -> bool:
-    """Measure and simulate a variant at a shape that fits; False, and said, where the peaks differ."""
+def simulation_error(variant: str, options: argparse.Namespace) -> float:
+    """How far the simulated peak of a variant is off the measured one, relatively, at a shape that fits."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shape = SMALL | {"positions": 1024} | options.agreement
     case = HeadCase(variant=variant, repeats=0, device=device, kind=options.kind, **shape)
     rows = [run(each, options.timeout) for each in (case, replace(case, device="meta"))]
     if any(row["status"] != "ok" for row in rows):
         print(f"{variant}: not simulated, {[row['status'] for row in rows]}")
-        return False
+        return math.inf
     measured, simulated = (row["peak_bytes"] for row in rows)
     off = simulated / measured - 1
     verdict = "valid" if abs(off) <= AGREEMENT else f"more than {AGREEMENT:.0%}: not simulated"
     print(f"{variant}: measured {measured:,} B, simulated {simulated:,} B ({off:+.2%}), {verdict}", flush=True)
-    return abs(off) <= AGREEMENT
+    return off
 
 
 def run(case: HeadCase, timeout: float) -> dict[str, Any]:
@@ -195,7 +197,8 @@ def machine() -> dict[str, str]:
             (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine()
         )
         name = f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {capability()}"
-    return {"machine": name, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    return {"date": time.strftime("%Y-%m-%d"), "machine": name, **versions}
 
 
 def capability() -> str:

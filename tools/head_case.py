@@ -6,7 +6,7 @@ A process of its own for each, so that nothing of another configuration is in it
 process a rank (RANK and STORE in the environment, set by bench_head.py), and rank 0 prints; on the meta device one
 process stands for a rank of a group whose collectives do nothing.
 
-Time on a CPU is the process's CPU time, on a GPU events; the median of `repeats` runs, interleaved with the floor in
+Time on a CPU is the process's CPU time, on a GPU events; the median of `repeats` runs, each beside one of the floor in
 the same process. The floor is the bare GEMMs of the same chunks into memory that exists: three, or four for the
 variant that projects twice.
 """
@@ -40,7 +40,7 @@ from megatron_kd.loss import (
     reference,
 )
 from tools.allocator import measure
-from tools.head_peers import PEERS, WITH_FULL_TEACHER, FullTeacher
+from tools.head_peers import PEERS, WITH_FULL_TEACHER, FullTeacher, peer_version
 
 VARIANTS: dict[str, Callable[..., Any]] = {
     "dense": dense_kl,
@@ -145,6 +145,7 @@ def run(case: HeadCase, group: dist.ProcessGroup | None) -> dict[str, Any]:
         return torch.autograd.grad(forward(), tensors[:2])
 
     row = asdict(case) | {"chunk": case.chunk_tokens, "input_bytes": inputs, "expected_bytes": case.expected_bytes()}
+    row["peer"] = peer_version(case.variant)
     try:
         if device.type != "meta":
             step()  # libraries' workspaces and compilation are not the loss's
@@ -161,7 +162,10 @@ def run(case: HeadCase, group: dist.ProcessGroup | None) -> dict[str, Any]:
 
 
 def compare_with_floor(case: HeadCase, tensors: Inputs, step: Callable[[], Any]) -> dict:
-    """Median seconds of the variant and of the bare GEMMs, and their ratio."""
+    """Median seconds of the variant and of the bare GEMMs, and the median of the ratios of neighbouring runs.
+
+    A machine that is shared changes its speed within minutes: what ran side by side met the same one.
+    """
     device = torch.device(case.device)
     hidden, weight = (x.detach() for x in tensors[:2])
     projections = 2 if case.variant == "fused" else 1
@@ -184,8 +188,9 @@ def compare_with_floor(case: HeadCase, tensors: Inputs, step: Callable[[], Any])
         times["floor_seconds"].append(seconds(floor, device))
         times["seconds"].append(seconds(step, device))
     found = {name: statistics.median(values) for name, values in times.items()}
+    ratios = [one / other for one, other in zip(times["seconds"], times["floor_seconds"])]
     work = 2 * (2 + projections) * case.positions * case.hidden * case.columns
-    return found | {"ratio": found["seconds"] / found["floor_seconds"], "tflops": work / found["seconds"] / 1e12}
+    return found | {"ratio": statistics.median(ratios), "tflops": work / found["seconds"] / 1e12}
 
 
 def seconds(function: Callable[[], Any], device: torch.device) -> float:

@@ -13,6 +13,7 @@ Shapes: N positions, D hidden, V vocabulary, K teacher entries.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
@@ -80,3 +81,12 @@ PEERS: dict[str, Callable[..., PeerLoss]] = {
     "trl": trl,
 }
 WITH_FULL_TEACHER = ("liger", "trl")
+PACKAGES = {"megatron_cached_logits": "megatron-core", "liger": "liger-kernel", "trl": "trl"}
+
+
+def peer_version(variant: str) -> str:
+    """Package and version a variant comes from; empty for this project's own, or where it is not installed."""
+    try:
+        return f"{PACKAGES[variant]} {version(PACKAGES[variant])}"
+    except (KeyError, PackageNotFoundError):
+        return ""

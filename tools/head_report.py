@@ -10,7 +10,7 @@ from typing import Any
 GIB = 2**30
 # Heading → how a cell is made of a row; rows from a CSV hold strings.
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "variant": lambda row: str(row["variant"]),
+    "variant": lambda row: str(row["variant"]) + (f" ({row['peer']})" if row.get("peer") else ""),
     "positions": lambda row: f"{int(row['positions']):,}",
     "D": lambda row: str(row["hidden"]),
     "V": lambda row: f"{int(row['vocab']):,}",
@@ -20,6 +20,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "all GiB": lambda row: gib(row, "total_bytes"),
     "beyond inputs": lambda row: gib(row, "peak_bytes"),
     "of the sum": lambda row: quotient(row, "peak_bytes", "expected_bytes"),
+    "simulation off by": lambda row: number(row, "simulation_error", "+.2%"),
     "kept": lambda row: gib(row, "kept_bytes"),
     "s": lambda row: number(row, "seconds", ".3g"),
     "× GEMM floor": lambda row: number(row, "ratio", ".3f"),
@@ -119,22 +120,28 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def write_document(path: Path, files: Iterable[Path]) -> None:
-    """docs/benchmarks.md: one section a CSV file, named by the file."""
+    """docs/benchmarks.md: one section a CSV file, named by the file; a plot beside it where lengths differ."""
     parts = [
         "# Benchmarks of the head",
         "Made by `python tools/bench_head.py --report` from the CSV files under `docs/benchmarks/`; do not edit. "
         "Each configuration ran in a process of its own. *All* counts inputs, gradients and everything between; *of "
         "the sum* is the peak beyond the inputs over dh + dW + one chunk of logits; *kept* is held from forward to "
-        "backward. *× GEMM floor* is the time over that of the bare GEMMs of the same chunks, interleaved in the same "
-        "process: three, or four for `fused`, which projects twice. Errors are max|Δ|/max|reference| against dense "
-        "fp64 on a small problem of the same type; in half precision they are the logits' rounding.",
+        "backward. *× GEMM floor* is the time over that of the bare GEMMs of the same chunks, run in turn in the same "
+        "process: three, or four for `fused`, which projects twice; the median over pairs of runs. *Simulation off "
+        "by*: the simulated peak against the measured one at a shape that fits. Errors are max|Δ|/max|reference| "
+        "against dense fp64 on a small problem of the same type; in half precision they are the logits' rounding.",
     ]
     for file in files:
         rows = read(file)
-        machines = sorted({f"{row['machine']}; torch {row['torch']}, Python {row['python']}" for row in rows})
+        machines = sorted(
+            {f"{row['machine']}; torch {row['torch']}, Python {row['python']}; {row['date']}" for row in rows}
+        )
         kinds = sorted({row["kind"] for row in rows})
         simulated = "Simulated on the meta device; run on: " if rows[0]["device"] == "meta" else "Measured on: "
         parts += [f"## {file.stem.replace('_', ' ')}", simulated + " / ".join(machines) + f". Objective: {kinds[0]}."]
         parts.append(table(rows))
+        if len({row["positions"] for row in rows}) > 1:
+            plot(file.with_suffix(".png"), rows)
+            parts.append(f"![Memory over positions]({file.parent.name}/{file.stem}.png)")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

@@ -44,8 +44,7 @@ def test_sequence_parallelism_and_gpt_oss():
     for shape in (PAPER, GPT_OSS):
         case = HeadCase("fused", 32_768, device="meta", repeats=0, sequence_parallel=True, **shape)
         row = simulate(case)
-        # 5 % and the rows of the next chunk, which are gathered while this one is at work.
-        assert row["peak_bytes"] <= 1.06 * row["expected_bytes"]
+        assert row["peak_bytes"] <= 1.05 * row["expected_bytes"]
 
 
 def simulate(case):
