@@ -23,7 +23,14 @@ def _inputs(seed):
 
 
 def _build(folder, attached):
+    """A GPTModel with the folder's weights; where there is no folder, a hybrid model with random ones."""
     from megatron_kd.plugin import attach
+
+    chunks = [_hybrid_model() if folder is None else _gpt_model(folder)]
+    return chunks[0], attach(chunks, LOSS, vocab_size=SIZES["vocab_size"]) if attached else None
+
+
+def _gpt_model(folder):
     from megatron_kd.student.architecture import architecture, transformer_config
     from megatron_kd.student.convert import load_from_hf
     from megatron_kd.student.hf_weights import HfWeights
@@ -33,7 +40,52 @@ def _build(folder, attached):
     arch = architecture(weights.config, parallel)
     chunks = build_model(transformer_config(weights.config, parallel, dtype=torch.float32), arch, LENGTH)
     load_from_hf(chunks, weights, weights.config, arch)
-    return chunks[0], attach(chunks, LOSS, vocab_size=SIZES["vocab_size"]) if attached else None
+    return chunks[0]
+
+
+def _hybrid_model():
+    """Attention and MLP layers as Megatron's hybrid models stack them: HybridModel, which 0.16 calls MambaModel."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    from megatron_kd.student.architecture import transformer_config
+
+    try:
+        from megatron.core.models.hybrid import hybrid_block as block
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+
+        stack, submodules, pattern = block.HybridStack, block.HybridStackSubmodules, "hybrid_layer_pattern"
+    except ImportError:
+        from megatron.core.models.mamba import MambaModel as Model
+        from megatron.core.ssm import mamba_block as block
+
+        stack, submodules, pattern = block.MambaStack, block.MambaStackSubmodules, "hybrid_override_pattern"
+    block.TENorm = WrappedTorchNorm  # the stack's last norm is Transformer Engine's, whatever its layers are made of
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=layer.input_layernorm, self_attention=layer.self_attention, self_attn_bda=layer.self_attn_bda
+    )
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda)
+    spec = submodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
+    )
+    config = transformer_config(FAMILY["llama 3, untied"], ParallelConfig(), dtype=torch.float32)
+    model = Model(
+        config,
+        ModuleSpec(module=stack, submodules=spec),
+        384,
+        LENGTH,
+        **{pattern: "*-*-"},
+        position_embedding_type="rope",
+    )
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.data.normal_(1 if "norm" in name else 0, 0.3)
+    return model
 
 
 def _forward(model, tokens, labels=True):
@@ -118,10 +170,10 @@ def _check(rank, world, folder):
     return found
 
 
-@pytest.mark.parametrize("name", ["llama, tied", "llama 3, untied"])
+@pytest.mark.parametrize("name", ["llama, tied", "llama 3, untied", "hybrid"])
 def test_loss_gradients_and_metrics_are_the_definitions(tmp_path, name):
     """fp32 through four layers: 1e-5 relative to each tensor's largest gradient; everything stock bit for bit."""
-    folder = save_random_model(tmp_path / "model", FAMILY[name])
+    folder = None if name == "hybrid" else save_random_model(tmp_path / "model", FAMILY[name])
     (found,) = run_ranks(_check, 1, folder)
     exact = {key: value for key, value in found.items() if isinstance(value, bool)}
     close = {key: value for key, value in found.items() if not isinstance(value, bool)}
