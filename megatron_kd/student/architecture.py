@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig
 
@@ -101,7 +102,11 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        perform_initialization=False,  # every weight is loaded
+        # Every weight is loaded, but initialisation stays on: it is also what marks a weight as split over ranks,
+        # without which Megatron-Core's gradient norm would count one rank's part alone.
+        init_method=_leave_as_it_is,
+        output_layer_init_method=_leave_as_it_is,
+        embedding_init_method=_leave_as_it_is,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
@@ -113,6 +118,10 @@ def transformer_config(
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
     )
+
+
+def _leave_as_it_is(weight: Tensor) -> Tensor:
+    return weight
 
 
 def has_qkv_bias(hf: PreTrainedConfig) -> bool:

@@ -79,6 +79,22 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one_whatever_the_ranks(
     assert "nothing to train" in again.stderr
 
 
+def test_a_model_split_over_ranks_trains_as_one_that_is_whole(config, tmp_path):
+    """Two tensor-parallel ranks in each of two pipeline stages: the loss and the gradients are sums in another order.
+
+    Only the last stage's first rank reads targets.
+    """
+    settings = {"cache__url": config.parent / "run/teacher.zarr", "train__stop_after": 3}
+    run("launch/distill.py", config=config, run_dir=tmp_path / "whole", **settings)
+    layout = {"parallel__tensor": 2, "parallel__pipeline": 2}
+    run("launch/distill.py", ranks=4, config=config, run_dir=tmp_path / "split", **layout, **settings)
+    whole, split = losses(tmp_path / "whole"), losses(tmp_path / "split")
+    assert sorted(whole) == sorted(split) == [1, 2, 3]
+    for step, record in whole.items():
+        for name in ("loss", "kd", "ce", "tail", "support", "gradient_norm"):
+            assert split[step][name] == pytest.approx(record[name], rel=1e-4, abs=1e-6), (step, name)
+
+
 def test_the_students_export_and_evaluation(config):
     folder = config.parent
     run("launch/distill.py", config=config)
