@@ -110,6 +110,10 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
+        # Under interleaving two stages send each other activations and gradients at a time; sent as one batch, one
+        # would be taken for the other.
+        overlap_p2p_comm=parallel.virtual_pipeline is not None,
+        batch_p2p_comm=parallel.virtual_pipeline is None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         sequence_parallel=parallel.sequence_parallel,

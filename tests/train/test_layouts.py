@@ -1,0 +1,206 @@
+"""Every layout computes the gradients of one process: the whole step, through Megatron-Core's schedules and DDP.
+
+One process's gradients are exported under Hugging Face names; each layout's expected ones are loaded from there, just
+as its weights are, so that slicing and packing are the conversion's, which tests/student checks against transformers.
+Bound: 1e-5 of each tensor's largest gradient, fp32 sums in another order through four layers.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from megatron_kd.cache import Manifest
+from megatron_kd.config import (
+    DataConfig,
+    LossConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    StudentConfig,
+    TeacherConfig,
+    TrainConfig,
+)
+from tests.distributed import run_ranks
+from tests.tiny import FAMILY, SIZES, save_random_model
+
+SAMPLES, LENGTH, K = 4, 16, 6
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A layout, and how its step is cut."""
+
+    model: str
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    micro_batch: int = 1
+    recompute: bool = False
+    backward: str = "recompute"
+    distributed: str = "no"
+    data_parallel: bool = False  # two replicas
+
+    @property
+    def ranks(self) -> int:
+        return self.parallel.tensor * self.parallel.pipeline * (2 if self.data_parallel else 1)
+
+
+def split(**sizes):
+    return ParallelConfig(**sizes)
+
+
+TIED, UNTIED = "llama, tied", "llama 3, untied"
+CELLS = [
+    Cell(TIED, micro_batch=2),
+    Cell(UNTIED, micro_batch=4, recompute=True, backward="in_forward"),
+    Cell("qwen2, biases", split(tensor=2), micro_batch=2, backward="in_forward"),
+    Cell(TIED, split(tensor=2), recompute=True),
+    Cell("qwen3, norms", split(pipeline=2), backward="in_forward"),
+    Cell(UNTIED, split(pipeline=2), micro_batch=2, recompute=True),
+    Cell(TIED, split(pipeline=2, virtual_pipeline=2), backward="in_forward"),
+    Cell(UNTIED, data_parallel=True, backward="in_forward"),
+    Cell(TIED, data_parallel=True, micro_batch=2, distributed="yes"),
+    Cell(TIED, split(tensor=2, pipeline=2), micro_batch=2),
+    Cell(UNTIED, split(tensor=2), data_parallel=True),
+    Cell("qwen2, biases", split(pipeline=2), data_parallel=True, backward="in_forward"),
+]
+
+
+def run_config(folder, cell) -> RunConfig:
+    return RunConfig(
+        run_dir="unused",
+        teacher=TeacherConfig(model=str(folder)),
+        data=DataConfig(source="unused", sequence_length=LENGTH),
+        student=StudentConfig(recompute=cell.recompute),
+        loss=LossConfig(kind="ghost", ce_weight=0.3, chunk_tokens=5, backward=cell.backward),  # type: ignore[arg-type]
+        parallel=cell.parallel,
+        optimizer=OptimizerConfig(lr=1e-3, decay="constant", distributed=cell.distributed),  # type: ignore[arg-type]
+        train=TrainConfig(precision="fp32", global_batch=SAMPLES, micro_batch=cell.micro_batch),
+    )
+
+
+def manifest() -> Manifest:
+    text = dict.fromkeys(
+        ("teacher", "teacher_revision", "teacher_dtype", "tokenizer_hash", "dataset", "dataset_hash", "packing"), ""
+    )
+    return Manifest(**text, vocab_size=SIZES["vocab_size"], samples=SAMPLES, seq_length=LENGTH, k=K)
+
+
+def batches(rank, ranks, micro_batch, head):
+    """This data-parallel rank's micro-batches; masks differ from sample to sample, and documents are packed."""
+    from megatron_kd.data.attention import document_attention
+    from megatron_kd.data.dataset import Batch
+    from megatron_kd.loss import TeacherTopK
+
+    g = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, SIZES["vocab_size"], (SAMPLES, LENGTH + 1), generator=g)
+    logprobs, ids = (torch.randn(SAMPLES, LENGTH, SIZES["vocab_size"], generator=g) * 2).log_softmax(-1).topk(K)
+    mask = (torch.rand(SAMPLES, LENGTH, generator=g) > torch.tensor([0.1, 0.3, 0.5, 0.8])[:, None]).float()
+    segment = (torch.arange(LENGTH) >= torch.tensor([[3], [8], [12], [16]])).long()
+    for first in range(rank * micro_batch, SAMPLES, ranks * micro_batch):
+        rows = slice(first, first + micro_batch)
+        yield Batch(
+            samples=tuple(range(first, first + micro_batch)),
+            tokens=tokens[rows, :-1],
+            labels=tokens[rows, 1:],
+            position_ids=torch.arange(LENGTH).expand(micro_batch, -1),
+            segment=segment[rows],
+            loss_mask=mask[rows],
+            teacher=TeacherTopK(ids[rows], logprobs[rows]) if head else None,
+            label_logprob=None,
+            attention=document_attention(segment[rows], packed=False),
+        )
+
+
+def one_step(folder, cell):
+    """(student, loss sum and tokens over all ranks, gradient norm) after one step of a cell."""
+    import itertools
+
+    from megatron.core import parallel_state
+
+    from megatron_kd.student.hf_weights import HfWeights
+    from megatron_kd.student.model import initialize_parallel
+    from megatron_kd.train.setup import build_student
+    from megatron_kd.train.step import run_forward_backward
+
+    parallel_state.destroy_model_parallel()
+    config = run_config(folder, cell)
+    initialize_parallel(config.parallel, seed=1)
+    student = build_student(config, HfWeights(folder), manifest())
+    for chunk in student.chunks:
+        chunk.zero_grad_buffer()
+    student.optimizer.zero_grad()
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    data = batches(rank, ranks, cell.micro_batch, student.handle.has_head)
+    sums = run_forward_backward(
+        student.chunks,
+        student.handle,
+        list(itertools.tee(data, len(student.chunks))),
+        micro_batches=SAMPLES // (ranks * cell.micro_batch),
+        shape=(cell.micro_batch, LENGTH),
+    )
+    gradients = [{n: p.main_grad.clone() for n, p in bare(chunk).named_parameters()} for chunk in student.chunks]
+    _, norm, _ = student.optimizer.step()
+    if parallel_state.get_tensor_model_parallel_rank() > 0:
+        sums.zero_()
+    torch.distributed.all_reduce(sums)
+    return config, student, gradients, sums.tolist(), float(norm)
+
+
+def bare(chunk):
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def reference_step(rank, world_size, folder, model):
+    """What one process computes: sums, norm, and gradients by Hugging Face names."""
+    from megatron_kd import platform
+    from megatron_kd.student.architecture import architecture
+    from megatron_kd.student.convert import export_to_hf
+    from megatron_kd.student.hf_weights import HfWeights
+
+    platform.init_distributed()
+    config, student, (gradients,), sums, norm = one_step(folder, Cell(model))
+    chunk, hf = bare(student.chunks[0]), HfWeights(folder).config
+    for name, parameter in chunk.named_parameters():
+        parameter.data = gradients[name]
+    return sums, norm, export_to_hf([chunk], hf, architecture(hf, config.parallel))
+
+
+def layouts(rank, world_size, folders, references, cells):
+    """{cell: (sums, norm, worst difference of a gradient)} of this rank."""
+    from megatron_kd import platform
+    from megatron_kd.student.architecture import architecture, transformer_config
+    from megatron_kd.student.convert import load_from_hf
+    from megatron_kd.student.hf_weights import HfWeights
+    from megatron_kd.student.model import build_model
+
+    platform.init_distributed()
+    found = {}
+    for cell in cells:
+        config, _, gradients, sums, norm = one_step(folders[cell.model], cell)
+        hf = HfWeights(folders[cell.model]).config
+        arch = architecture(hf, config.parallel)
+        expected = build_model(transformer_config(hf, config.parallel, dtype=torch.float32), arch, LENGTH)
+        load_from_hf(expected, references[cell.model][2], hf, arch)
+        worst = 0.0
+        for chunk, mine in zip(expected, gradients):
+            for name, wanted in chunk.named_parameters():
+                scale = wanted.abs().max().clamp(min=1e-12)
+                worst = max(worst, ((mine[name] - wanted).abs().max() / scale).item())
+        # With the distributed optimizer each rank holds only its part of the summed gradient; the norm covers it.
+        found[cell] = sums, norm, worst if cell.distributed == "no" else 0.0
+    return found
+
+
+@pytest.mark.parametrize("ranks", sorted({cell.ranks for cell in CELLS}))
+def test_a_step_is_the_same_under_every_layout(tmp_path, ranks):
+    cells = [cell for cell in CELLS if cell.ranks == ranks]
+    folders = {cell.model: str(save_random_model(tmp_path / cell.model, FAMILY[cell.model])) for cell in cells}
+    references = {model: run_ranks(reference_step, 1, folder, model)[0] for model, folder in folders.items()}
+    for found in run_ranks(layouts, ranks, folders, references, cells):
+        for cell, (sums, norm, worst) in found.items():
+            wanted_sums, wanted_norm, _ = references[cell.model]
+            assert sums == pytest.approx(wanted_sums, rel=1e-5), cell
+            assert norm == pytest.approx(wanted_norm, rel=1e-5), cell
+            assert worst <= 1e-5, cell
