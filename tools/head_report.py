@@ -83,9 +83,11 @@ def plot(path: Path, rows: list[dict[str, Any]]) -> None:
 
     rows = [row for row in rows if row.get("total_bytes") not in (None, "")]
     heads = sorted({head(row) for row in rows})
+    # A head measured at one length has nothing to show beside one measured at several.
+    heads = [one for one in heads if len({row["positions"] for row in rows if head(row) == one}) > 1] or heads
     if not heads:
         return
-    figure, panels = pyplot.subplots(1, len(heads), figsize=(6 * len(heads), 4.5), squeeze=False)
+    figure, panels = pyplot.subplots(1, len(heads), figsize=(8 * len(heads), 4.5), squeeze=False)
     for panel, one in zip(panels[0], heads):
         here = [row for row in rows if head(row) == one]
         for name in dict.fromkeys(curve(row) for row in here):
@@ -97,7 +99,10 @@ def plot(path: Path, rows: list[dict[str, Any]]) -> None:
         panel.plot(positions, logits, "k--", label="one tensor of all logits")
         panel.set(xscale="log", yscale="log", xlabel="positions", ylabel="GiB on a rank, everything counted")
         panel.set_title(f"D {one[0]:,}, V {one[1]:,}, TP {one[2]}, {one[3]}")
-        panel.legend(fontsize=7)
+        panel.set_xticks(positions, [f"{x:,}" for x in positions])
+        panel.xaxis.set_minor_formatter("")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.legend(loc="upper left", bbox_to_anchor=(1.02, 1), frameon=False)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
@@ -130,6 +135,8 @@ def write_document(path: Path, files: Iterable[Path]) -> None:
         "process: three, or four for `fused`, which projects twice; the median over pairs of runs. *Simulation off "
         "by*: the simulated peak against the measured one at a shape that fits. Errors are max|Δ|/max|reference| "
         "against dense fp64 on a small problem of the same type; in half precision they are the logits' rounding.",
+        "The paper (arXiv 2608.03796) reports for its own code at D 4,096, V 131,072, TP 2, everything counted: dense "
+        "85.2 GiB, forward-chunked 17.7, fused 5.45 at 32,768 positions; the latter two 134.2 and 11.6 at 262,144.",
     ]
     for file in files:
         rows = read(file)
