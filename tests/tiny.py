@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from megatron_kd.config import ParallelConfig
+
 SIZES = {
     "vocab_size": 300,
     "hidden_size": 48,
@@ -29,6 +31,19 @@ FAMILY = {
     "qwen2, biases": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3, norms": Qwen3Config(**SIZES, tie_word_embeddings=True),
 }
+
+
+def megatron_twin(config, tensors, length, parallel=None):
+    """This rank's Megatron chunks of a model, filled from tensors by Hugging Face name; and its Architecture."""
+    from megatron_kd.student.architecture import architecture, transformer_config
+    from megatron_kd.student.convert import load_from_hf
+    from megatron_kd.student.model import build_model
+
+    parallel = parallel or ParallelConfig()
+    arch = architecture(config, parallel)
+    chunks = build_model(transformer_config(config, parallel, dtype=torch.float32), arch, length)
+    load_from_hf(chunks, tensors, config, arch)
+    return chunks, arch
 
 
 def save_random_model(folder: Path, config: PreTrainedConfig, seed: int = 0) -> Path:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DocumentAttention:
-    """What a GPTModel's forward takes to keep documents apart: exactly one of the two is set."""
+    """What a GPTModel's forward takes to keep documents apart: exactly one of `mask` and `packed` is set."""
 
+    bounds: Tensor  # on the host: along the token tensors' second dimension, where each sequence begins, and the end
     mask: Tensor | None = None  # [b, 1, S, S] bool, true where attention is forbidden
     packed: PackedSeqParams | None = None  # for token tensors of shape [1, T]
 
@@ -43,28 +44,35 @@ def document_attention(segment: Tensor, *, packed: bool, device: torch.device | 
         size = segment.shape[1]
         future = torch.ones(size, size, dtype=torch.bool, device=segment.device).triu(1)
         foreign = segment[:, :, None] != segment[:, None, :]
-        return DocumentAttention(mask=(foreign | future)[:, None])
+        return DocumentAttention(torch.tensor([0, size]), mask=(foreign | future)[:, None])
     from megatron.core.packed_seq_params import PackedSeqParams
 
     bounds = document_bounds(segment)
     longest = int((bounds[1:] - bounds[:-1]).max())
-    bounds = bounds.to(device=device, dtype=torch.int32)
+    cumulative = bounds.to(device=device, dtype=torch.int32)
     return DocumentAttention(
+        bounds,
         packed=PackedSeqParams(
             qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
+            cu_seqlens_q=cumulative,
+            cu_seqlens_kv=cumulative,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-        )
+        ),
     )
+
+
+def document_starts(segment: Tensor) -> Tensor:
+    """[b, S] bool: where a document begins; a sample's first position always does."""
+    starts = torch.ones_like(segment, dtype=torch.bool)
+    starts[:, 1:] = segment[:, 1:] != segment[:, :-1]
+    return starts
 
 
 def document_bounds(segment: Tensor) -> Tensor:
     """[documents + 1]: where each document begins in the samples laid end to end, and where the last one ends."""
-    starts = torch.ones_like(segment, dtype=torch.bool)  # a sample's first position always starts a document
-    starts[:, 1:] = segment[:, 1:] != segment[:, :-1]
-    return torch.cat([starts.flatten().nonzero().flatten(), torch.tensor([segment.numel()], device=segment.device)])
+    starts = document_starts(segment).flatten().nonzero().flatten()
+    return torch.cat([starts, torch.tensor([segment.numel()], device=segment.device)])
 
 
 def context_positions(bounds: Tensor, rank: int, ranks: int) -> Tensor:

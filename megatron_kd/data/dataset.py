@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_kd.cache import CacheBatch, TeacherCache, TokenBatch
 from megatron_kd.config import LossConfig
-from megatron_kd.data.attention import DocumentAttention, context_positions, document_attention, document_bounds
+from megatron_kd.data.attention import DocumentAttention, context_positions, document_attention
 from megatron_kd.data.order import SampleOrder
 from megatron_kd.loss import TeacherTopK
 
@@ -76,14 +76,6 @@ class Targets(NamedTuple):
     label_logprob: Tensor  # [b, S] fp32
 
 
-class _Read(NamedTuple):
-    """What the thread hands over, on the host."""
-
-    samples: np.ndarray
-    text: TokenBatch | CacheBatch
-    targets: Targets | None  # where this rank reads them
-
-
 class BatchLoader:
     """Endless micro-batches of one data-parallel rank, starting at a step."""
 
@@ -108,93 +100,91 @@ class BatchLoader:
             order.micro_batches(step, place.rank, place.ranks, micro_batch) for step in itertools.count(first_step)
         )
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cache-reader")
-        self._pending: list[Future[_Read]] = [self._submit() for _ in range(_AHEAD)]
+        self._pending: list[Future[tuple[Batch, Targets | None]]] = [self._submit() for _ in range(_AHEAD)]
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         started = time.perf_counter()
-        read = self._pending.pop(0).result()
+        batch, read = self._pending.pop(0).result()
         self.waited += time.perf_counter() - started
         self._pending.append(self._submit())
-        self.recent_samples.extend(int(sample) for sample in read.samples)
-        batch = make_batch(read.samples, read.text, self._delivered(read), self._device, packed=self._packed)
+        self.recent_samples.extend(batch.samples)
+        if self._place.head:
+            batch = with_targets(batch, self._shared(read, batch.tokens.shape))
         if self._place.context_ranks > 1:
-            batch = take_context(batch, read.text, self._place.context_rank, self._place.context_ranks)
+            batch = take_context(batch, self._place.context_rank, self._place.context_ranks)
         return batch
 
     def close(self) -> None:
         """Ends the thread; batches not yet taken are dropped."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _submit(self) -> Future[_Read]:
+    def _submit(self) -> Future[tuple[Batch, Targets | None]]:
         return self._pool.submit(self._load, next(self._samples))
 
-    def _load(self, samples: np.ndarray) -> _Read:
-        if not self._place.reads_targets:
-            return _Read(samples, self._cache.read_tokens(samples), None)
-        read = self._cache.read(samples, k=self._loss.k, temperature=self._loss.temperature)
-        return _Read(samples, read, targets_of(read, pinned=self._device.type == "cuda"))
-
-    def _delivered(self, read: _Read) -> Targets | None:
-        """The targets on the device, from the host or from the rank that read them."""
-        if not self._place.head:
-            return None
-        if read.targets is not None:
-            targets = Targets(*(x.to(self._device, non_blocking=True) for x in read.targets))
+    def _load(self, samples: np.ndarray) -> tuple[Batch, Targets | None]:
+        """A micro-batch without its targets, and those, where this rank reads them."""
+        text: TokenBatch | CacheBatch
+        if self._place.reads_targets:
+            text = read = self._cache.read(samples, k=self._loss.k, temperature=self._loss.temperature)
+            targets = targets_of(read, self._device)
         else:
+            text, targets = self._cache.read_tokens(samples), None
+        return make_batch(samples, text, self._device, packed=self._packed), targets
+
+    def _shared(self, read: Targets | None, shape: torch.Size) -> Targets:
+        """The targets of all positions [b, S]: those that were read, or the sharers' first rank's."""
+        if read is None:
             k = self._loss.k or self._cache.manifest.k
-            shape = read.text.loss_mask.shape
-            targets = Targets(
+            read = Targets(
                 torch.empty((*shape, k), dtype=torch.int32, device=self._device),
                 *(torch.empty(size, device=self._device) for size in ((*shape, k), shape, shape)),
             )
         if self._place.sharers is not None:
-            for tensor in targets:
+            for tensor in read:
                 dist.broadcast(tensor, group=self._place.sharers, group_src=0)
-        return targets
+        return read
 
 
-def targets_of(read: CacheBatch, *, pinned: bool = False) -> Targets:
-    """What the cache returned, as tensors on the host, in memory a device can fetch from by itself if `pinned`."""
-    arrays = (read.ids, read.logprobs, read.tail_logprob, read.label_logprob)
-    tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    return Targets(*(tensor.pin_memory() if pinned else tensor for tensor in tensors))
-
-
-def make_batch(
-    samples: np.ndarray, text: TokenBatch | CacheBatch, targets: Targets | None, device: torch.device, *, packed: bool
-) -> Batch:
-    """A micro-batch of samples: their text from the host, their targets already on the device."""
-    tokens = torch.from_numpy(text.tokens).to(device, non_blocking=True).long()
+def make_batch(samples: np.ndarray, text: TokenBatch | CacheBatch, device: torch.device, *, packed: bool) -> Batch:
+    """The text of samples, as tensors on the device."""
+    tokens = _to(text.tokens, device).long()
     segment = torch.from_numpy(np.ascontiguousarray(text.segment))
     batch = Batch(
         samples=tuple(int(sample) for sample in samples),
         tokens=tokens[:, :-1].contiguous(),
         labels=tokens[:, 1:].contiguous(),
         position_ids=torch.arange(segment.shape[1], device=device).expand_as(segment).contiguous(),
-        segment=segment.to(device, non_blocking=True),
-        loss_mask=torch.from_numpy(np.ascontiguousarray(text.loss_mask)).to(device, non_blocking=True).float(),
+        segment=_to(text.segment, device),
+        loss_mask=_to(text.loss_mask, device).float(),
+        teacher=None,
+        label_logprob=None,
         attention=document_attention(segment, packed=packed, device=device),
-        teacher=None if targets is None else TeacherTopK(targets.ids, targets.logprobs, targets.tail_logprob),
-        label_logprob=None if targets is None else targets.label_logprob,
     )
     # As `thd` attention takes them: the samples of a micro-batch one behind the other, [1, b·S].
-    return _each_position(batch, lambda x: x.reshape(1, -1, *x.shape[2:])) if packed else batch
+    return _each_position(batch, lambda x: x.reshape(1, -1)) if packed else batch
 
 
-def take_context(batch: Batch, text: TokenBatch | CacheBatch, rank: int, ranks: int) -> Batch:
+def targets_of(read: CacheBatch, device: torch.device) -> Targets:
+    """The targets of samples, as tensors on the device."""
+    return Targets(*(_to(getattr(read, name), device) for name in Targets._fields))
+
+
+def with_targets(batch: Batch, targets: Targets) -> Batch:
+    """The batch with its targets, whose positions are laid out as its own are."""
+    ids, logprobs, tail, label = (x.view(*batch.tokens.shape, *x.shape[2:]) for x in targets)
+    return replace(batch, teacher=TeacherTopK(ids, logprobs, tail), label_logprob=label)
+
+
+def take_context(batch: Batch, rank: int, ranks: int) -> Batch:
     """A context-parallel rank's positions of a batch; `attention` goes on describing the whole one.
 
     Raises:
         ValueError: a document, or a sample without them, that cannot be cut into 2·ranks equal pieces.
     """
-    if batch.attention.packed is None:
-        bounds = torch.tensor([0, batch.tokens.shape[1]])
-    else:
-        bounds = document_bounds(torch.from_numpy(np.ascontiguousarray(text.segment)))
-    positions = context_positions(bounds, rank, ranks).to(batch.tokens.device, non_blocking=True)
+    positions = context_positions(batch.attention.bounds, rank, ranks).to(batch.tokens.device, non_blocking=True)
     return _each_position(batch, lambda x: x.index_select(1, positions))
 
 
@@ -205,3 +195,10 @@ def _each_position(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     if batch.teacher is not None:
         changed["teacher"] = TeacherTopK(*(None if x is None else change(x) for x in batch.teacher))
     return replace(batch, **changed)
+
+
+def _to(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.utils import unwrap_model
 from torch.nn import Module
 
 _DISTRIBUTED = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -81,9 +82,5 @@ def _sharded_state(chunks: list[Module], optimizer: Any, scheduler: Any, *, is_l
 
 def _named(chunks: list[Module]) -> list[tuple[str, Module]]:
     """Megatron's own names: `model`, or `model0`, `model1`, … under interleaving."""
-    unwrapped = []
-    for chunk in chunks:
-        while hasattr(chunk, "module"):
-            chunk = chunk.module
-        unwrapped.append(chunk)
-    return [("model" if len(chunks) == 1 else f"model{index}", chunk) for index, chunk in enumerate(unwrapped)]
+    several = len(chunks) > 1
+    return [(f"model{index}" if several else "model", chunk) for index, chunk in enumerate(unwrap_model(chunks))]

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_kd.data.attention import document_starts
+
 
 class Head(NamedTuple):
     """The output projection: logits = hidden · weightᵀ + bias, and nothing else."""
@@ -61,6 +63,4 @@ class TeacherEngine(Protocol):
 def positions_in_documents(segment: Tensor) -> Tensor:
     """[b, S] position of each token within its document, from [b, S] document numbers."""
     place = torch.arange(segment.shape[1], device=segment.device).expand_as(segment)
-    begins = torch.ones_like(segment, dtype=torch.bool)
-    begins[:, 1:] = segment[:, 1:] != segment[:, :-1]
-    return place - torch.where(begins, place, 0).cummax(dim=1).values
+    return place - torch.where(document_starts(segment), place, 0).cummax(dim=1).values

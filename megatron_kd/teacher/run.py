@@ -75,10 +75,10 @@ def _join(config: RunConfig) -> Replica:
         from megatron_kd.teacher.megatron import join_replica
 
         return join_replica(teacher)
-    for name, value, unused in (("tensor", teacher.tensor, 1), ("pipeline", teacher.pipeline, 1)):
-        if value != unused:
+    for name, ranks in (("tensor", teacher.tensor), ("pipeline", teacher.pipeline)):
+        if ranks != 1:
             raise ValueError(
-                f"teacher.{name} is {value}, but the hf engine does not split a teacher: use engine megatron"
+                f"teacher.{name} is {ranks}, but the hf engine does not split a teacher: use engine megatron"
             )
     if teacher.checkpoint:
         raise ValueError(f"teacher.checkpoint is {teacher.checkpoint}; only the megatron engine reads checkpoints")

@@ -8,7 +8,7 @@ import torch
 
 from megatron_kd.cache import CacheBatch, CacheError, TokenBatch
 from megatron_kd.config import LossConfig
-from megatron_kd.data.dataset import BatchLoader, Place, make_batch, take_context, targets_of
+from megatron_kd.data.dataset import BatchLoader, Place, make_batch, take_context, targets_of, with_targets
 from megatron_kd.data.order import SampleOrder
 from tests.distributed import run_ranks
 
@@ -74,11 +74,11 @@ def test_batches_are_this_ranks_samples_from_the_given_step_on_with_targets_in_p
 
 def batch_of(samples, *, packed):
     read = NumberedCache().read(np.array(samples))
-    return make_batch(np.array(samples), read, targets_of(read), CPU, packed=packed), read
+    return with_targets(make_batch(np.array(samples), read, CPU, packed=packed), targets_of(read, CPU))
 
 
 def test_packed_batches_are_the_same_values_end_to_end():
-    (apart, _), (joined, _) = batch_of([7, 2], packed=False), batch_of([7, 2], packed=True)
+    apart, joined = batch_of([7, 2], packed=False), batch_of([7, 2], packed=True)
     assert joined.tokens.shape == (1, 2 * S)
     for name in ("tokens", "labels", "loss_mask", "label_logprob"):
         assert torch.equal(getattr(joined, name).flatten(), getattr(apart, name).flatten())
@@ -90,9 +90,9 @@ def test_packed_batches_are_the_same_values_end_to_end():
 def test_context_parallel_ranks_get_targets_labels_and_tokens_of_the_same_positions(packed):
     """Documents of four positions are cut in four where they are packed, whole samples of eight where they are not."""
     places = {False: [[0, 1, 6, 7], [2, 3, 4, 5]], True: [[0, 3, 4, 7], [1, 2, 5, 6]]}[packed]
-    batch, read = batch_of([7, 2], packed=packed)
+    batch = batch_of([7, 2], packed=packed)
     for rank in range(2):
-        mine = take_context(batch, read, rank, 2)
+        mine = take_context(batch, rank, 2)
         positions = torch.tensor([[100 * sample + place for place in places[rank]] for sample in (7, 2)])
         positions = positions.reshape(1, -1) if packed else positions
         assert torch.equal(mine.tokens, positions)

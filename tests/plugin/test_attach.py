@@ -6,7 +6,7 @@ import torch
 from megatron_kd.config import LossConfig, ParallelConfig
 from megatron_kd.loss import KDObjective, TeacherTopK, reference
 from tests.distributed import run_ranks
-from tests.tiny import FAMILY, SIZES, save_random_model
+from tests.tiny import FAMILY, SIZES, megatron_twin, save_random_model
 
 BATCH, LENGTH, K = 2, 24, 8
 LOSS = LossConfig(kind="ghost", ce_weight=0.25, chunk_tokens=7)
@@ -31,16 +31,11 @@ def _build(folder, attached):
 
 
 def _gpt_model(folder):
-    from megatron_kd.student.architecture import architecture, transformer_config
-    from megatron_kd.student.convert import load_from_hf
     from megatron_kd.student.hf_weights import HfWeights
-    from megatron_kd.student.model import build_model
 
-    weights, parallel = HfWeights(folder), ParallelConfig()
-    arch = architecture(weights.config, parallel)
-    chunks = build_model(transformer_config(weights.config, parallel, dtype=torch.float32), arch, LENGTH)
-    load_from_hf(chunks, weights, weights.config, arch)
-    return chunks[0]
+    weights = HfWeights(folder)
+    (chunk,), _ = megatron_twin(weights.config, weights, LENGTH)
+    return chunk
 
 
 def _hybrid_model():

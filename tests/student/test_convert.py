@@ -10,7 +10,7 @@ from megatron_kd.config import ParallelConfig
 from megatron_kd.student.architecture import architecture, transformer_config
 from megatron_kd.student.hf_weights import HfWeights, save_hf
 from tests.distributed import run_ranks
-from tests.tiny import FAMILY, LLAMA3_ROPE, SIZES, save_random_model
+from tests.tiny import FAMILY, LLAMA3_ROPE, SIZES, megatron_twin, save_random_model
 
 
 def _megatron_logits(folder, tokens, segment=None, keep_layers=None, parallel=None, export=None):
@@ -18,14 +18,10 @@ def _megatron_logits(folder, tokens, segment=None, keep_layers=None, parallel=No
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     from megatron_kd.data.attention import document_attention
-    from megatron_kd.student.convert import export_to_hf, load_from_hf
-    from megatron_kd.student.model import build_model
+    from megatron_kd.student.convert import export_to_hf
 
-    parallel = parallel or ParallelConfig()
     weights = HfWeights(folder, keep_layers)
-    arch = architecture(weights.config, parallel)
-    chunks = build_model(transformer_config(weights.config, parallel, dtype=torch.float32), arch, tokens.shape[1])
-    load_from_hf(chunks, weights, weights.config, arch)
+    chunks, arch = megatron_twin(weights.config, weights, tokens.shape[1], parallel)
     if export is not None:
         save_hf(export, weights.config, export_to_hf(chunks, weights.config, arch), companions=folder)
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)

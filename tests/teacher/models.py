@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import torch
+import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.data.texts import small_tokenizer
+from tests.data.texts import small_tokenizer, write_jsonl
 
 
 def llama_config(vocab_size: int, **changes) -> LlamaConfig:
@@ -34,3 +35,15 @@ def save_llama(folder: Path, **changes) -> Path:
     LlamaForCausalLM(llama_config(len(tokenizer), **changes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_run(folder: Path, documents: int, *, micro_batch: int, data: dict, cache: dict) -> Path:
+    """A tiny teacher, some text, and the configuration of a run over them: folder/run.yaml."""
+    config = {
+        "run_dir": str(folder / "run"),
+        "teacher": {"model": str(save_llama(folder / "llama")), "micro_batch": micro_batch, "dtype": "float32"},
+        "data": {"source": str(write_jsonl(folder / "text.jsonl", documents)), **data},
+        "cache": cache,
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    return folder / "run.yaml"

@@ -12,8 +12,7 @@ import pytest
 
 from megatron_kd.config_io import load_config
 from megatron_kd.teacher.run import cache_teacher
-from tests.data.texts import write_jsonl
-from tests.teacher.models import save_llama
+from tests.teacher.models import write_run
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "cache_teacher.py"
@@ -23,14 +22,7 @@ SCRIPT = ROOT / "launch" / "cache_teacher.py"
 def teacher(tmp_path_factory):
     """A configuration whose run has some twenty blocks."""
     folder = tmp_path_factory.mktemp("launcher")
-    save_llama(folder / "llama")
-    write_jsonl(folder / "text.jsonl", 60)
-    (folder / "run.yaml").write_text(
-        f"run_dir: {folder / 'run'}\n"
-        f"teacher: {{model: {folder / 'llama'}, micro_batch: 1, dtype: float32}}\n"
-        f"data: {{source: {folder / 'text.jsonl'}, sequence_length: 64}}\n"
-        "cache: {k: 20, block: 6}\n"
-    )
+    write_run(folder, documents=60, micro_batch=1, data={"sequence_length": 64}, cache={"k": 20, "block": 6})
     return folder
 
 

@@ -15,10 +15,9 @@ from megatron_kd.cache import TeacherCache
 from megatron_kd.config import TeacherConfig
 from megatron_kd.config_io import load_config
 from megatron_kd.teacher.run import cache_teacher
-from tests.data.texts import write_jsonl
 from tests.distributed import run_ranks
-from tests.teacher.models import save_llama
-from tests.tiny import save_random_model
+from tests.teacher.models import write_run
+from tests.tiny import megatron_twin, save_random_model
 
 ROOT = Path(__file__).parents[2]
 SEGMENT = torch.tensor([[0] * 9 + [1] + [2] * 14, [0] * 24])
@@ -100,21 +99,16 @@ def write_checkpoint(rank, world_size, folder, checkpoint):
     """A checkpoint of the model, written by a layout that no test reads it with."""
     from megatron_kd import platform
     from megatron_kd.config import ParallelConfig
-    from megatron_kd.student.architecture import architecture, transformer_config
     from megatron_kd.student.checkpoint import save_checkpoint
-    from megatron_kd.student.convert import load_from_hf
     from megatron_kd.student.hf_weights import HfWeights
-    from megatron_kd.student.model import build_model, initialize_parallel
+    from megatron_kd.student.model import initialize_parallel
 
     # Megatron-Core saves with a helper process, which daemons may not have; it ends with this process.
     multiprocessing.current_process()._config["daemon"] = False
     platform.init_distributed()
-    layout = ParallelConfig()
-    initialize_parallel(layout, seed=0)
+    initialize_parallel(ParallelConfig(), seed=0)
     weights = HfWeights(folder)
-    arch = architecture(weights.config, layout)
-    chunks = build_model(transformer_config(weights.config, layout, dtype=torch.float32), arch, 24)
-    load_from_hf(chunks, weights, weights.config, arch)
+    chunks, _ = megatron_twin(weights.config, weights, length=24)
     return str(save_checkpoint(Path(checkpoint), 1, chunks, None, None))
 
 
@@ -135,15 +129,8 @@ def test_weights_from_a_checkpoint(tmp_path):
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
-    save_llama(folder / "llama")
-    write_jsonl(folder / "text.jsonl", 20)
-    (folder / "run.yaml").write_text(
-        f"run_dir: {folder / 'run'}\n"
-        f"teacher: {{model: {folder / 'llama'}, micro_batch: 2, dtype: float32}}\n"
-        f"data: {{source: {folder / 'text.jsonl'}, sequence_length: 48, max_samples: 10}}\n"
-        "cache: {k: 12, block: 3}\n"
-    )
-    return folder / "run.yaml"
+    data = {"sequence_length": 48, "max_samples": 10}
+    return write_run(folder, documents=20, micro_batch=2, data=data, cache={"k": 12, "block": 3})
 
 
 def test_the_launcher_makes_the_same_cache_with_either_engine(run_file):

@@ -36,7 +36,9 @@ def _batch(shift=0, noise=0.0):
     label_logprob = everything.gather(-1, labels[..., None])[..., 0]
     teacher = TeacherTopK(ids.roll(shift, 1), (logprobs.half().float() + noise).roll(shift, 1))
     ones = torch.ones(1, S)
-    return Batch((7,), labels, labels, labels, labels, ones, teacher, label_logprob, DocumentAttention())
+    return Batch(
+        (7,), labels, labels, labels, labels, ones, teacher, label_logprob, DocumentAttention(torch.tensor([0, S]))
+    )
 
 
 def test_targets_that_belong_to_the_labels_pass_after_rounding():

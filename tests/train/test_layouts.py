@@ -22,7 +22,7 @@ from megatron_kd.config import (
     TrainConfig,
 )
 from tests.distributed import run_ranks
-from tests.tiny import FAMILY, SIZES, save_random_model
+from tests.tiny import FAMILY, SIZES, megatron_twin, save_random_model
 
 SAMPLES, LENGTH, K = 4, 16, 6
 
@@ -44,24 +44,20 @@ class Cell:
         return self.parallel.tensor * self.parallel.pipeline * (2 if self.data_parallel else 1)
 
 
-def split(**sizes):
-    return ParallelConfig(**sizes)
-
-
 TIED, UNTIED = "llama, tied", "llama 3, untied"
 CELLS = [
     Cell(TIED, micro_batch=2),
     Cell(UNTIED, micro_batch=4, recompute=True, backward="in_forward"),
-    Cell("qwen2, biases", split(tensor=2), micro_batch=2, backward="in_forward"),
-    Cell(TIED, split(tensor=2), recompute=True),
-    Cell("qwen3, norms", split(pipeline=2), backward="in_forward"),
-    Cell(UNTIED, split(pipeline=2), micro_batch=2, recompute=True),
-    Cell(TIED, split(pipeline=2, virtual_pipeline=2), backward="in_forward"),
+    Cell("qwen2, biases", ParallelConfig(tensor=2), micro_batch=2, backward="in_forward"),
+    Cell(TIED, ParallelConfig(tensor=2), recompute=True),
+    Cell("qwen3, norms", ParallelConfig(pipeline=2), backward="in_forward"),
+    Cell(UNTIED, ParallelConfig(pipeline=2), micro_batch=2, recompute=True),
+    Cell(TIED, ParallelConfig(pipeline=2, virtual_pipeline=2), backward="in_forward"),
     Cell(UNTIED, data_parallel=True, backward="in_forward"),
     Cell(TIED, data_parallel=True, micro_batch=2, distributed="yes"),
-    Cell(TIED, split(tensor=2, pipeline=2), micro_batch=2),
-    Cell(UNTIED, split(tensor=2), data_parallel=True),
-    Cell("qwen2, biases", split(pipeline=2), data_parallel=True, backward="in_forward"),
+    Cell(TIED, ParallelConfig(tensor=2, pipeline=2), micro_batch=2),
+    Cell(UNTIED, ParallelConfig(tensor=2), data_parallel=True),
+    Cell("qwen2, biases", ParallelConfig(pipeline=2), data_parallel=True, backward="in_forward"),
 ]
 
 
@@ -112,10 +108,11 @@ def batches(rank, ranks, micro_batch, head):
 
 
 def one_step(folder, cell):
-    """(student, loss sum and tokens over all ranks, gradient norm) after one step of a cell."""
+    """(config, student, gradients, loss sum and tokens over all ranks, gradient norm) of one step of a cell."""
     import itertools
 
     from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
 
     from megatron_kd.student.hf_weights import HfWeights
     from megatron_kd.student.model import initialize_parallel
@@ -138,7 +135,9 @@ def one_step(folder, cell):
         micro_batches=SAMPLES // (ranks * cell.micro_batch),
         shape=(cell.micro_batch, LENGTH),
     )
-    gradients = [{n: p.main_grad.clone() for n, p in bare(chunk).named_parameters()} for chunk in student.chunks]
+    gradients = [
+        {n: p.main_grad.clone() for n, p in unwrap_model(chunk).named_parameters()} for chunk in student.chunks
+    ]
     _, norm, _ = student.optimizer.step()
     if parallel_state.get_tensor_model_parallel_rank() > 0:
         sums.zero_()
@@ -146,14 +145,10 @@ def one_step(folder, cell):
     return config, student, gradients, sums.tolist(), float(norm)
 
 
-def bare(chunk):
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 def reference_step(rank, world_size, folder, model):
     """What one process computes: sums, norm, and gradients by Hugging Face names."""
+    from megatron.core.utils import unwrap_model
+
     from megatron_kd import platform
     from megatron_kd.student.architecture import architecture
     from megatron_kd.student.convert import export_to_hf
@@ -161,7 +156,7 @@ def reference_step(rank, world_size, folder, model):
 
     platform.init_distributed()
     config, student, (gradients,), sums, norm = one_step(folder, Cell(model))
-    chunk, hf = bare(student.chunks[0]), HfWeights(folder).config
+    chunk, hf = unwrap_model(student.chunks[0]), HfWeights(folder).config
     for name, parameter in chunk.named_parameters():
         parameter.data = gradients[name]
     return sums, norm, export_to_hf([chunk], hf, architecture(hf, config.parallel))
@@ -170,19 +165,14 @@ def reference_step(rank, world_size, folder, model):
 def layouts(rank, world_size, folders, references, cells):
     """{cell: (sums, norm, worst difference of a gradient)} of this rank."""
     from megatron_kd import platform
-    from megatron_kd.student.architecture import architecture, transformer_config
-    from megatron_kd.student.convert import load_from_hf
     from megatron_kd.student.hf_weights import HfWeights
-    from megatron_kd.student.model import build_model
 
     platform.init_distributed()
     found = {}
     for cell in cells:
-        config, _, gradients, sums, norm = one_step(folders[cell.model], cell)
+        _, _, gradients, sums, norm = one_step(folders[cell.model], cell)
         hf = HfWeights(folders[cell.model]).config
-        arch = architecture(hf, config.parallel)
-        expected = build_model(transformer_config(hf, config.parallel, dtype=torch.float32), arch, LENGTH)
-        load_from_hf(expected, references[cell.model][2], hf, arch)
+        expected, _ = megatron_twin(hf, references[cell.model][2], LENGTH, cell.parallel)
         worst = 0.0
         for chunk, mine in zip(expected, gradients):
             for name, wanted in chunk.named_parameters():
