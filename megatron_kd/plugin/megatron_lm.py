@@ -5,16 +5,16 @@
     model_config.pre_wrap_hooks.append(kd.pre_wrap_hook)
     pretrain(config, kd.datasets(stock_provider), ModelType.encoder_or_decoder, kd.forward_step)
 
-The text of every micro-batch is the cache's own, with documents kept apart as the teacher saw them. `--kd-data` chooses
-the order of the samples, and what vouches for them:
+are the lines that `pretrain_gpt` below adds to Megatron-LM's script of that name. The text of every micro-batch is the
+cache's own, with documents kept apart as the teacher saw them; `--kd-data` chooses the order of the samples:
 
-    cache       the order of data/order.py, a function of --seed alone; no other data set is needed
-    megatron    that of the stock data set the cache was made from: its n-th sample is the cache's sample n, and a hash
-                of the tokens and of the loss mask is compared for each
+    cache       that of data/order.py, a function of --seed alone; no other data set is needed
+    megatron    that of the stock data set the cache was made from: its n-th sample is the cache's sample n, and hashes
+                of the tokens and of the loss mask are compared for each
 
-Batches come from data/dataset.py and reach Megatron as an `external` data loader: of the ranks that share samples one
-reads the targets; stages, and virtual stages, without the output layer do without. In every epoch of a rank's training
-the same samples meet in a step under any layout and after any restart.
+Batches come from data/dataset.py and reach Megatron as an `external` data loader. Of the ranks that share samples one
+reads the targets; stages, and virtual stages, without the output layer do without. The order is addressed by the number
+of consumed samples, so it is the same under any layout and after any restart.
 
 For megatron-core 0.19, whose wheel holds `megatron.training`. Collectives: those of the batch loader and the loss.
 """
@@ -29,6 +29,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
 from torch import Tensor
 from torch.nn import Module
 
@@ -40,7 +44,7 @@ from megatron_kd.data.dataset import BatchLoader, Place
 from megatron_kd.data.order import AscendingOrder, SampleOrder
 from megatron_kd.data.tokenizer import load_tokenizer, tokenizer_hash
 from megatron_kd.plugin.attach import KDHandle, attach
-from megatron_kd.plugin.megatron_dataset import ComparedCache
+from megatron_kd.plugin.megatron_dataset import ComparedCache, gpt_datasets
 from megatron_kd.train.step import forward_step
 
 Provider = Callable[..., tuple[Any, Any, Any]]  # Megatron-LM's train_valid_test_datasets_provider
@@ -82,6 +86,20 @@ def add_kd_arguments(parser: ArgumentParser) -> ArgumentParser:
             **_parsed_as(get_type_hints(LossConfig)[field.name]),
         )
     return parser
+
+
+def pretrain_gpt() -> None:
+    """Megatron-LM's `pretrain_gpt.py` with distillation: reads the command line, trains, saves.
+
+    Raises:
+        ValueError, CacheError: as `Distillation`.
+    """
+    args = parse_and_validate_args(extra_args_provider=add_kd_arguments)
+    kd = Distillation(args)
+    model = gpt_config_from_args(args)
+    model.pre_wrap_hooks.append(kd.pre_wrap_hook)
+    config = pretrain_cfg_container_from_args(args, model)
+    pretrain(config, kd.datasets(gpt_datasets), ModelType.encoder_or_decoder, kd.forward_step)
 
 
 class Distillation:
