@@ -52,7 +52,7 @@ Provider = Callable[..., tuple[Any, Any, Any]]  # Megatron-LM's train_valid_test
 # Arguments of Megatron-LM that bring a loss of their own, or under which targets and text would part.
 _REFUSED = {
     "logits_load_dir": "that is another teacher's cache, with another loss",
-    "overlap_moe_expert_parallel_comm": "its schedule plans do not run the output layer's forward",
+    "overlap_moe_expert_parallel_comm": "its schedules build a plan where a forward step is needed",
     "hybrid_context_parallel": "samples would be cut and joined on the way",
     "reset_position_ids": "positions count from the beginning of a sample",
     "full_validation": "the validation cache is read without an end: give --eval-iters",
@@ -117,7 +117,7 @@ class Distillation:
         """
         _refuse_unsupported(args)
         self._args = args
-        self._loss = LossConfig(**{field.name: getattr(args, _argument(field.name)) for field in fields(LossConfig)})
+        self.loss = LossConfig(**{field.name: getattr(args, _argument(field.name)) for field in fields(LossConfig)})
         self._cache = self._open(args.kd_cache)
         self._valid = self._open(args.kd_valid_cache) if args.kd_valid_cache else None
         self._handle = KDHandle([])
@@ -127,7 +127,7 @@ class Distillation:
         """Makes the loss the output layer of this rank's model, which DDP has yet to wrap; returns the list."""
         if self._args.kd_student_init:
             self._load_student(chunks)
-        self._handle = attach(chunks, self._loss, vocab_size=self._cache.manifest.vocab_size)
+        self._handle = attach(chunks, self.loss, vocab_size=self._cache.manifest.vocab_size)
         return chunks
 
     def datasets(self, stock: Provider | None = None) -> Provider:
@@ -188,7 +188,7 @@ class Distillation:
         return BatchLoader(
             cache,
             order(cache.manifest.samples, cache.manifest.block, self._args.seed, drawn),
-            self._loss,
+            self.loss,
             place,
             micro_batch=micro_batch,
             first_step=consumed // drawn,
@@ -202,7 +202,7 @@ class Distillation:
         return self._args.transformer_impl == "transformer_engine"
 
     def _open(self, url: str) -> TeacherCache:
-        cache, args, loss = TeacherCache.open(url), self._args, self._loss
+        cache, args, loss = TeacherCache.open(url), self._args, self.loss
         manifest = cache.manifest
         if manifest.seq_length != args.seq_length:
             raise ValueError(
