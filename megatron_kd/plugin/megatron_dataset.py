@@ -5,7 +5,7 @@ Collectives: those of Megatron's data set builder, whose first rank makes an ind
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron_kd.cache import CacheBatch, Manifest, TeacherCache, TokenBatch
 from megatron_kd.config import DataConfig
 from megatron_kd.data.packing import PackedSamples
-from megatron_kd.data.samples import GIVEN, sample_parameters, write_samples
+from megatron_kd.data.samples import GIVEN, Split, sample_parameters, write_samples
 from megatron_kd.data.tokenizer import load_tokenizer
 
 _Text = TypeVar("_Text", TokenBatch, CacheBatch)
@@ -76,26 +76,30 @@ def write_gpt_samples(folder: Path) -> None:
         "packing": f"megatron-gpt seed={args.seed}",
         "held_out": args.split,
     }
+    ends_document = tokenizer.eos_token_id if args.reset_attention_mask else None
     sizes = get_train_valid_test_num_samples()
-    splits = {}
-    for split, size, dataset in zip(("train", "held_out"), sizes, gpt_datasets(sizes)):
-        ends_document = tokenizer.eos_token_id if args.reset_attention_mask else None
-        splits[split] = size, (_packed(dataset[number], ends_document) for number in range(size))
+    train, valid, _ = gpt_datasets(sizes)
+    splits: dict[Split, tuple[int, Iterator[PackedSamples]]] = {
+        "train": (sizes[0], _packed(train, sizes[0], ends_document)),
+        "held_out": (sizes[1], _packed(valid, sizes[1], ends_document)),
+    }
     write_samples(folder, splits, parameters)
 
 
-def _packed(item: dict[str, Tensor], ends_document: int | None) -> PackedSamples:
-    """A sample of GPTDataset as [1, …] arrays."""
-    tokens = _tokens(item)
-    place = np.arange(len(tokens) - 1)
-    if "cu_seqlens" in item:
-        segment = np.searchsorted(item["cu_seqlens"][1:].numpy(), place, "right")
-    elif ends_document is not None:
-        segment = np.concatenate([[0], np.cumsum(tokens[:-2] == ends_document)])
-    else:
-        segment = np.zeros_like(place)
-    mask = item["loss_mask"].numpy()
-    return PackedSamples(tokens[None].astype(np.int32), segment[None].astype(np.int32), mask[None].astype(np.uint8))
+def _packed(dataset: Any, count: int, ends_document: int | None) -> Iterator[PackedSamples]:
+    """The first samples of a GPTDataset, each as arrays of one row."""
+    place = np.arange(dataset.config.sequence_length)
+    for number in range(count):
+        item = dataset[number]
+        tokens = _tokens(item)
+        if "cu_seqlens" in item:
+            segment = np.searchsorted(item["cu_seqlens"][1:].numpy(), place, "right")
+        elif ends_document is not None:
+            segment = np.append(0, np.cumsum(tokens[:-2] == ends_document))
+        else:
+            segment = np.zeros_like(place)
+        rows = (tokens.astype(np.int32), segment.astype(np.int32), item["loss_mask"].numpy().astype(np.uint8))
+        yield PackedSamples(*(row[None] for row in rows))
 
 
 class ComparedCache:

@@ -5,16 +5,16 @@
     model_config.pre_wrap_hooks.append(kd.pre_wrap_hook)
     pretrain(config, kd.datasets(stock_provider), ModelType.encoder_or_decoder, kd.forward_step)
 
-The text of every micro-batch is the cache's own, with documents kept apart as the teacher saw them. `--kd-data` chooses
-the order of the samples, and what vouches for them:
+are the lines that `pretrain_gpt` below adds to Megatron-LM's script of that name. The text of every micro-batch is the
+cache's own, with documents kept apart as the teacher saw them; `--kd-data` chooses the order of the samples:
 
-    cache       the order of data/order.py, a function of --seed alone; no other data set is needed
-    megatron    that of the stock data set the cache was made from: its n-th sample is the cache's sample n, and a hash
-                of the tokens and of the loss mask is compared for each
+    cache       that of data/order.py, a function of --seed alone; no other data set is needed
+    megatron    that of the stock data set the cache was made from: its n-th sample is the cache's sample n, and hashes
+                of the tokens and of the loss mask are compared for each
 
-Batches come from data/dataset.py and reach Megatron as an `external` data loader: of the ranks that share samples one
-reads the targets; stages, and virtual stages, without the output layer do without. In every epoch of a rank's training
-the same samples meet in a step under any layout and after any restart.
+Batches come from data/dataset.py and reach Megatron as an `external` data loader. Of the ranks that share samples one
+reads the targets; stages, and virtual stages, without the output layer do without. The order is addressed by the number
+of consumed samples, so it is the same under any layout and after any restart.
 
 For megatron-core 0.19, whose wheel holds `megatron.training`. Collectives: those of the batch loader and the loss.
 """
@@ -28,6 +28,10 @@ from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
 from torch import Tensor
 from torch.nn import Module
 
@@ -36,7 +40,7 @@ from megatron_kd.config import LossConfig, ParallelConfig
 from megatron_kd.config_io import field_comments
 from megatron_kd.data.order import AscendingOrder, SampleOrder
 from megatron_kd.plugin.attach import KDHandle, attach
-from megatron_kd.plugin.megatron_dataset import ComparedCache
+from megatron_kd.plugin.megatron_dataset import ComparedCache, gpt_datasets
 from megatron_kd.plugin.steps import LossFunction, distillation_step, open_cache, open_loader
 
 Provider = Callable[..., tuple[Any, Any, Any]]  # Megatron-LM's train_valid_test_datasets_provider
@@ -44,7 +48,7 @@ Provider = Callable[..., tuple[Any, Any, Any]]  # Megatron-LM's train_valid_test
 # Arguments of Megatron-LM that bring a loss of their own, or under which targets and text would part.
 _REFUSED = {
     "logits_load_dir": "that is another teacher's cache, with another loss",
-    "overlap_moe_expert_parallel_comm": "its schedule plans do not run the output layer's forward",
+    "overlap_moe_expert_parallel_comm": "its schedules build a plan where a forward step is needed",
     "hybrid_context_parallel": "samples would be cut and joined on the way",
     "reset_position_ids": "positions count from the beginning of a sample",
     "full_validation": "the validation cache is read without an end: give --eval-iters",
@@ -80,6 +84,20 @@ def add_kd_arguments(parser: ArgumentParser) -> ArgumentParser:
     return parser
 
 
+def pretrain_gpt() -> None:
+    """Megatron-LM's `pretrain_gpt.py` with distillation: reads the command line, trains, saves.
+
+    Raises:
+        ValueError, CacheError: as `Distillation`.
+    """
+    args = parse_and_validate_args(extra_args_provider=add_kd_arguments)
+    kd = Distillation(args)
+    model = gpt_config_from_args(args)
+    model.pre_wrap_hooks.append(kd.pre_wrap_hook)
+    config = pretrain_cfg_container_from_args(args, model)
+    pretrain(config, kd.datasets(gpt_datasets), ModelType.encoder_or_decoder, kd.forward_step)
+
+
 class Distillation:
     """What a run of Megatron-LM needs in order to distil: a hook, a data provider, a forward step."""
 
@@ -95,7 +113,7 @@ class Distillation:
         """
         _refuse_unsupported(args)
         self._args = args
-        self._loss = LossConfig(**{field.name: getattr(args, _argument(field.name)) for field in fields(LossConfig)})
+        self.loss = LossConfig(**{field.name: getattr(args, _argument(field.name)) for field in fields(LossConfig)})
         self._cache = self._open(args.kd_cache)
         self._valid = self._open(args.kd_valid_cache) if args.kd_valid_cache else None
         self._handle = KDHandle([])
@@ -105,7 +123,7 @@ class Distillation:
         """Makes the loss the output layer of this rank's model, which DDP has yet to wrap; returns the list."""
         if self._args.kd_student_init:
             self._load_student(chunks)
-        self._handle = attach(chunks, self._loss, vocab_size=self._cache.manifest.vocab_size)
+        self._handle = attach(chunks, self.loss, vocab_size=self._cache.manifest.vocab_size)
         return chunks
 
     def datasets(self, stock: Provider | None = None) -> Provider:
@@ -125,7 +143,7 @@ class Distillation:
                 cache, order = ComparedCache(cache, stock(sizes, vp_stage=vp_stage)[0], args.kd_cache), AscendingOrder
             loader = partial(
                 open_loader,
-                loss=self._loss,
+                loss=self.loss,
                 head=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
                 packed=self._packed,
                 seed=args.seed,
@@ -152,7 +170,7 @@ class Distillation:
         args = self._args
         # Tokenizers of other types cannot be told by the hash of the cache.
         tokenizer = args.tokenizer_model if args.tokenizer_type == "HuggingFaceTokenizer" else None
-        cache = open_cache(url, self._loss, sequence_length=args.seq_length, tokenizer=tokenizer)
+        cache = open_cache(url, self.loss, sequence_length=args.seq_length, tokenizer=tokenizer)
         if cache.manifest.vocab_size > args.padded_vocab_size:
             raise ValueError(
                 f"the model has {args.padded_vocab_size} vocabulary rows, padding included; {url} was made for "
