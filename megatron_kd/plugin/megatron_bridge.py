@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn import Module
@@ -40,6 +39,8 @@ except ImportError as error:
         "megatron_kd.plugin.megatron_bridge needs Megatron-Bridge 0.6 and the Transformer Engine it imports: "
         f"pip install 'megatron-bridge>=0.6,<0.7' 'transformer-engine[pytorch]' ({error})"
     ) from error
+
+_STATE_SPACE_LAYERS = {"M", "G"}  # in Megatron-Core's patterns: Mamba, gated delta net
 
 PreWrapHook = Callable[[list[Module]], list[Module]]
 
@@ -103,7 +104,6 @@ def kd_pre_wrap_hook(loss: LossConfig, vocab_size: int) -> PreWrapHook:
 
     def hook(chunks: list[Module]) -> list[Module]:
         for chunk in chunks:
-            _refuse_other_head(chunk)
             if chunk.post_process and chunk.output_layer.output_size < vocab_size:
                 raise ValueError(
                     f"the model has {chunk.output_layer.output_size} vocabulary rows, padding included; the teacher's "
@@ -127,7 +127,11 @@ def handle_of(model: Module) -> KDHandle:
     handle = getattr(chunk, "kd_handle", None)
     if handle is None:
         raise ValueError("the model has no distillation loss: register kd_pre_wrap_hook, or use distillation_recipe")
-    _refuse_other_head(chunk)
+    if chunk.post_process and "forward" not in vars(chunk.output_layer):
+        raise ValueError(
+            f"output_layer has become a {type(chunk.output_layer).__name__} since the loss was attached: leave the "
+            "output layer out of what adapters wrap"
+        )
     return handle
 
 
@@ -140,10 +144,10 @@ def kd_forward_step(
         state: the run's; its data set is a `TeacherCacheConfig`.
         data_iterator: over that data set.
         model: a wrapped chunk.
-        return_schedule_plan: refused: such a plan does not run the output layer's forward.
+        return_schedule_plan: refused.
     """
     if return_schedule_plan:
-        raise ValueError("return_schedule_plan is set: schedule plans do not run the output layer's forward")
+        raise ValueError("return_schedule_plan is set: this forward step runs the model, it makes no plan of doing so")
     handle = handle_of(model)
     state.cfg.dataset.start(state, handle)
     check_finite = state.cfg.rerun_state_machine.check_for_nan_in_loss
@@ -221,48 +225,37 @@ class CacheStream:
 
 def _refuse_unsupported(config: ConfigContainer) -> None:
     model, data = config.model, config.dataset
-    packed_pipeline = data.packed and model.pipeline_model_parallel_size > 1 and config.train.micro_batch_size > 1
+    pattern = getattr(model, "hybrid_layer_pattern", None) or ""
     refused = {
         "model.overlap_moe_expert_parallel_comm": (
             model.overlap_moe_expert_parallel_comm,
-            "its schedule plans do not run the output layer's forward",
+            "the forward step makes no schedule plans",
         ),
-        "model.cuda_graph_impl over a full iteration": (
+        "a CUDA graph of the full iteration": (
             is_full_iteration_cuda_graph(model),
-            "targets would not be replaced from one replay to the next",
+            "it would replay the targets it was captured with",
         ),
-        "model.is_hybrid_model with packed documents": (
-            data.packed and getattr(model, "is_hybrid_model", False),
-            "state-space layers would carry one document's state into the next",
+        f"model.hybrid_layer_pattern {pattern}": (
+            data.packed and not _STATE_SPACE_LAYERS.isdisjoint(pattern),
+            "its state-space layers would carry one document's state into the next",
         ),
         "train.micro_batch_size > 1 in a pipeline": (
-            packed_pipeline,
+            data.packed and model.pipeline_model_parallel_size > 1 and config.train.micro_batch_size > 1,
             "samples are laid end to end, which the pipeline does not expect: give 1",
         ),
         "dist.use_decentralized_pg": (
             config.dist.use_decentralized_pg,
-            "ranks are found in Megatron-Core's own groups",
+            "ranks find one another in Megatron-Core's own groups",
         ),
         "dist.eval_context_parallel_size": (
             config.dist.eval_context_parallel_size is not None,
             "samples are cut for the layout of training",
         ),
-        "model.seq_length ≠ dataset.seq_length": (
+        f"model.seq_length {model.seq_length}": (
             model.seq_length != data.seq_length,
-            f"{model.seq_length} and {data.seq_length}: a sample of the cache is one sequence of the model",
+            f"the cache holds samples of {data.seq_length} positions",
         ),
     }
-    for name, (found, reason) in refused.items():
+    for setting, (found, reason) in refused.items():
         if found:
-            raise ValueError(f"{name} cannot be used with distillation: {reason}")
-
-
-def _refuse_other_head(chunk: Module) -> None:
-    """The loss computes hidden · weightᵀ: not what a subclass or a wrapper (soft-capping, LoRA) makes of it."""
-    if not chunk.post_process:
-        return
-    layer = type(chunk.output_layer)
-    if getattr(layer, "forward", None) is not ColumnParallelLinear.forward:
-        raise ValueError(
-            f"output_layer is a {layer.__name__}, whose forward is its own; a plain ColumnParallelLinear is needed"
-        )
+            raise ValueError(f"{setting} cannot be used with distillation: {reason}")

@@ -1,0 +1,200 @@
+"""Distilling through Megatron-Bridge's own `pretrain()` is the project's own training job, number for number.
+
+Both start from the same Hugging Face folder, read the same cache in the same order and take four steps. Bridge imports
+Transformer Engine, which computes on GPUs only: on a CPU its norm and its optimizer make way for torch's.
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import sys
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megatron_kd.config import LossConfig, ParallelConfig
+from megatron_kd.config_io import load_config
+from tests.distributed import run_ranks
+from tests.teacher.models import save_llama, write_run
+from tests.tiny import megatron_twin
+
+INSTALLED = importlib.util.find_spec("megatron.bridge") is not None
+needs_bridge = pytest.mark.skipif(not INSTALLED, reason="Megatron-Bridge is not installed")
+
+LENGTH, STEPS = 32, 4
+LOSS = LossConfig(ce_weight=0.1, chunk_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """A run whose teacher is cached, and whose student is another model."""
+    from megatron_kd.teacher.run import cache_teacher
+
+    folder = tmp_path_factory.mktemp("bridge")
+    save_llama(folder / "student", num_hidden_layers=4, seed=1)
+    file = write_run(
+        folder, 30, micro_batch=2, data={"sequence_length": LENGTH, "held_out": 0.2}, cache={"k": 16, "block": 4}
+    )
+    settings = yaml.safe_load(file.read_text())
+    settings |= {
+        "student": {"init": str(folder / "student")},
+        "loss": {"ce_weight": 0.1, "chunk_tokens": 20},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 2},
+        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 2, "precision": "fp32"},
+    }
+    file.write_text(yaml.safe_dump(settings))
+    config = load_config(file)
+    cache_teacher(config)
+    return config
+
+
+def without_transformer_engines_kernels(rank, world_size):
+    """Megatron-Core and Bridge on the CPU, where Transformer Engine is installed."""
+    from megatron_kd import platform
+
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    import transformer_engine.pytorch  # noqa: F401
+
+    sys.modules["transformer_engine.pytorch.optimizers"] = None  # Megatron-Core then takes torch's
+    platform.enable_megatron_training_without_cuda()
+
+    from megatron.core.transformer import transformer_block
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    transformer_block.LayerNormImpl = WrappedTorchNorm
+
+    from megatron.bridge.training import initialize, setup
+
+    setup.initialize_megatron = partial(setup.initialize_megatron, allow_no_cuda=True)
+    initialize.compile_helpers = lambda: None  # they come built with the package, without a Makefile
+
+
+def own_job(rank, world_size, config):
+    """The project's own job: its records, and its checkpoint."""
+    without_transformer_engines_kernels(rank, world_size)
+
+    from megatron_kd.train.run import distill
+
+    checkpoint = distill(config)
+    records = [json.loads(line) for line in Path(config.run_dir, "metrics.jsonl").read_text().splitlines()]
+    names = {"kd loss": "kd", "lm loss": "ce", "total loss": "loss"}
+    losses = [{name: record[key] for name, key in names.items()} for record in records if record["stage"] == "distill"]
+    return losses, checkpoint
+
+
+@pytest.fixture(scope="module")
+def expected(config):
+    """What the project's own job logs of each step, and its checkpoint."""
+    return run_ranks(own_job, 1, config)[0]
+
+
+def provider(hf, parallel):
+    """Bridge's provider of a model, made of local layers."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron_kd.student.architecture import architecture, transformer_config
+
+    arch, settings = architecture(hf, parallel), transformer_config(hf, parallel, dtype=torch.float32)
+    return GPTModelProvider(
+        **{field.name: getattr(settings, field.name) for field in fields(TransformerConfig) if field.init},
+        transformer_layer_spec=local_layer_spec,
+        vocab_size=arch.padded_vocab_size,
+        share_embeddings_and_output_weights=arch.tied,
+        position_embedding_type="rope",
+        rotary_base=arch.rope_theta,
+        cross_entropy_loss_fusion=False,
+    )
+
+
+def from_folder(folder, parallel, trained):
+    """A pre-wrap hook that loads a Hugging Face folder's weights, and notes the chunks it is given."""
+    from megatron_kd.student.architecture import architecture
+    from megatron_kd.student.convert import load_from_hf
+    from megatron_kd.student.hf_weights import HfWeights
+
+    def hook(chunks):
+        weights = HfWeights(folder)
+        load_from_hf(chunks, weights, weights.config, architecture(weights.config, parallel))
+        trained.extend(chunks)
+        return chunks
+
+    return hook
+
+
+def recipe(config, parallel, trained, save=None):
+    """A recipe of Bridge's own, small, in fp32, with the optimizer of `config`."""
+    from megatron.bridge.recipes.gpt import vanilla_gpt_pretrain_config
+
+    from megatron_kd.student.hf_weights import HfWeights
+
+    recipe, settings = vanilla_gpt_pretrain_config(), config.optimizer
+    recipe.model = provider(HfWeights(config.student_init).config, parallel)
+    recipe.model.register_pre_wrap_hook(from_folder(config.student_init, parallel, trained))
+    recipe.mixed_precision = None
+    recipe.rng.seed = config.seed
+    recipe.tokenizer.vocab_size = 300
+    recipe.train.train_iters, recipe.train.global_batch_size = STEPS, config.train.global_batch
+    recipe.train.micro_batch_size = config.train.micro_batch
+    recipe.optimizer.lr, recipe.optimizer.min_lr, recipe.optimizer.clip_grad = settings.lr, settings.min_lr, 1.0
+    recipe.optimizer.adam_beta1, recipe.optimizer.adam_beta2 = settings.beta1, settings.beta2
+    recipe.optimizer.adam_eps, recipe.optimizer.weight_decay = settings.eps, settings.weight_decay
+    recipe.optimizer.bf16, recipe.optimizer.params_dtype = False, torch.float32
+    recipe.optimizer.use_distributed_optimizer = False
+    recipe.scheduler.lr_warmup_iters, recipe.scheduler.lr_decay_style = settings.warmup_steps, settings.decay
+    recipe.scheduler.start_weight_decay = recipe.scheduler.end_weight_decay = settings.weight_decay
+    recipe.dist.distributed_backend = "gloo"
+    recipe.logger.tensorboard_dir = None
+    recipe.checkpoint.save = recipe.checkpoint.load = save
+    return recipe
+
+
+def train_in_bridge(rank, world_size, config, parallel, checkpoint):
+    """What Bridge hands its callbacks of each step, and the largest difference of a trained weight."""
+    without_transformer_engines_kernels(rank, world_size)
+
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.pretrain import pretrain
+
+    from megatron_kd.plugin.megatron_bridge import distillation_recipe, kd_forward_step
+    from megatron_kd.student.checkpoint import load_weights
+    from megatron_kd.student.hf_weights import HfWeights
+
+    class Noted(Callback):
+        def __init__(self):
+            self.losses = []
+
+        def on_train_step_end(self, context):
+            self.losses.append({name: value.item() for name, value in context.loss_dict.items()})
+
+    trained, noted = [], Noted()
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = distillation_recipe(recipe(config, parallel, trained), config.cache_url, loss=LOSS)
+        pretrain(run, kd_forward_step, callbacks=[noted])
+    weights = HfWeights(config.student_init)
+    twins, _ = megatron_twin(weights.config, weights, LENGTH, parallel)
+    load_weights(checkpoint, twins)
+    return noted.losses, max(
+        (mine - theirs).abs().max().item()
+        for chunk, twin in zip(trained, twins)
+        for mine, theirs in zip(chunk.parameters(), twin.parameters())
+    )
+
+
+@needs_bridge
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_pretrain_is_the_projects_own_job(config, expected, tensor):
+    """1e-5: four Adam steps of at most 1e-2, from gradients summed in another order."""
+    losses, checkpoint = expected
+    for found, worst in run_ranks(train_in_bridge, tensor, config, ParallelConfig(tensor=tensor), checkpoint):
+        assert len(found) == STEPS
+        for step, (mine, theirs) in enumerate(zip(found, losses)):
+            assert mine == pytest.approx(theirs, rel=1e-5), step
+        assert worst <= 1e-5
