@@ -276,7 +276,7 @@ def test_a_cache_made_from_megatrons_own_data_set(config, tmp_path):
     caches = {}
     for split in ("train", "held_out"):
         caches[split] = tmp_path / f"{split}.zarr"
-        given = ["--data.source", "samples", "--data.samples_dir", tmp_path / "samples"]
+        given = ["--data.source", "samples-dir", "--data.samples_dir", tmp_path / "samples"]
         file = Path(config.run_dir).parent / "run.yaml"
         launch("cache_teacher", "--config", file, *given, "--cache.split", split, "--cache.url", caches[split], ranks=0)
     kd = ["--kd-data", "megatron", "--kd-cache", caches["train"], "--kd-valid-cache", caches["held_out"]]
