@@ -106,7 +106,7 @@ class Distillation:
     """What a run of Megatron-LM needs in order to distil: a hook, a data provider, a forward step."""
 
     def __init__(self, args: Namespace) -> None:
-        """Opens the caches and compares them with the arguments, which are from then on this object's own.
+        """Opens the caches and compares them with the arguments; makes the data loader `external`, which is this one.
 
         Args:
             args: Megatron-LM's, parsed and validated.
@@ -148,13 +148,10 @@ class Distillation:
             head = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
             loader = partial(self._loader, head=head)
             train = loader(cache, order, args.micro_batch_size, args.consumed_train_samples)
-            if self._valid is None:
-                return train, None, None
-            return (
-                train,
-                loader(self._valid, SampleOrder, args.eval_micro_batch_size, args.consumed_valid_samples),
-                None,
-            )
+            valid = None
+            if self._valid is not None:
+                valid = loader(self._valid, SampleOrder, args.eval_micro_batch_size, args.consumed_valid_samples)
+            return train, valid, None
 
         provider.is_distributed = True  # type: ignore[attr-defined]  # it is to be called on every rank
         return provider
@@ -193,13 +190,8 @@ class Distillation:
             micro_batch=micro_batch,
             first_step=consumed // drawn,
             device=platform.device(),
-            packed=self._packed,
+            packed=_takes_packed(self._args),
         )
-
-    @property
-    def _packed(self) -> bool:
-        """Whether the model's attention takes packed sequences rather than a mask."""
-        return self._args.transformer_impl == "transformer_engine"
 
     def _open(self, url: str) -> TeacherCache:
         cache, args, loss = TeacherCache.open(url), self._args, self.loss
@@ -261,9 +253,17 @@ def _refuse_unsupported(args: Namespace) -> None:
             f"--eval-iters is {args.eval_iters}; evaluation needs --kd-valid-cache, a cache of held-out samples: give "
             "one, or --eval-iters 0"
         )
-    packed = args.transformer_impl == "transformer_engine"
-    if packed and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
+    if args.kd_student_init and args.init_model_with_meta_device:
+        raise ValueError(
+            "--kd-student-init fills the model's weights; --init-model-with-meta-device leaves none to fill"
+        )
+    if _takes_packed(args) and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
         raise ValueError(
             f"--micro-batch-size is {args.micro_batch_size} in {args.pipeline_model_parallel_size} pipeline stages: "
             "samples are laid end to end, which Megatron-LM's pipeline does not expect; give --micro-batch-size 1"
         )
+
+
+def _takes_packed(args: Namespace) -> bool:
+    """Whether the model's attention takes packed sequences rather than a mask."""
+    return args.transformer_impl == "transformer_engine"
