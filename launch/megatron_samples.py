@@ -1,7 +1,7 @@
 """Writes the samples on which a Megatron-LM run will train, in their order, for a teacher to cache.
 
     python launch/megatron_samples.py --samples-dir FOLDER [the run's arguments, without those of its layout …]
-    torchrun … launch/cache_teacher.py --config run.yaml --data.source samples --data.samples_dir FOLDER
+    torchrun … launch/cache_teacher.py --config run.yaml --data.source samples-dir --data.samples_dir FOLDER
     torchrun … launch/pretrain_gpt_kd.py --kd-data megatron --kd-cache URL [the run's arguments …]
 
 Needs megatron-core 0.19, whose package holds `megatron.training`. Order and number of the samples depend on the data,

@@ -36,7 +36,7 @@ from megatron_kd.data.tokenizer import tokenizer_hash, vocabulary_size
 
 Split = Literal["train", "held_out"]
 
-GIVEN = "samples"  # data.source of samples that `write_samples` was given, by a data set of another making
+GIVEN = "samples-dir"  # the data.source of what `write_samples` was given, samples of another making
 PACKING = "stream-1"  # the rule of packing.py; another rule gets another name
 _PACK_TOKENS = 1 << 22  # positions packed at a time
 _POLL_SECONDS = 0.2
@@ -139,7 +139,7 @@ def sample_parameters(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> d
 def write_samples(
     folder: Path, splits: Mapping[Split, tuple[int, Iterable[PackedSamples]]], parameters: Mapping[str, Any]
 ) -> None:
-    """Writes samples made elsewhere, to be used with `data.source: samples`.
+    """Writes samples made elsewhere, to be used with `data.source: samples-dir`.
 
     Args:
         folder: made by this call.

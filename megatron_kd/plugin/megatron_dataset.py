@@ -57,7 +57,7 @@ def gpt_datasets(sizes: Sequence[int], vp_stage: int | None = None) -> tuple[Any
 
 
 def write_gpt_samples(folder: Path) -> None:
-    """Writes the stock data sets' samples, in their order, for a teacher to cache with `data.source: samples`.
+    """Writes the stock data sets' samples, in their order, for a teacher to cache with `data.source: samples-dir`.
 
     Validation samples become the split `held_out`. Documents are kept apart where `--reset-attention-mask` or
     `--dataloader-inter-document-masking` say so; otherwise a sample is one document, to teacher and student.

@@ -102,7 +102,7 @@ class Distillation:
     """What a run of Megatron-LM needs in order to distil: a hook, a data provider, a forward step."""
 
     def __init__(self, args: Namespace) -> None:
-        """Opens the caches and compares them with the arguments, which are from then on this object's own.
+        """Opens the caches and compares them with the arguments; makes the data loader `external`, which is this one.
 
         Args:
             args: Megatron-LM's, parsed and validated.
@@ -145,13 +145,14 @@ class Distillation:
                 open_loader,
                 loss=self.loss,
                 head=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-                packed=self._packed,
+                packed=_takes_packed(args),
                 seed=args.seed,
             )
             train = loader(cache, order=order, micro_batch=args.micro_batch_size, consumed=args.consumed_train_samples)
-            if self._valid is None:
-                return train, None, None
-            valid = loader(self._valid, micro_batch=args.eval_micro_batch_size, consumed=args.consumed_valid_samples)
+            valid = None
+            if self._valid is not None:
+                micro_batch, consumed = args.eval_micro_batch_size, args.consumed_valid_samples
+                valid = loader(self._valid, micro_batch=micro_batch, consumed=consumed)
             return train, valid, None
 
         provider.is_distributed = True  # type: ignore[attr-defined]  # it is to be called on every rank
@@ -160,11 +161,6 @@ class Distillation:
     def forward_step(self, batches: Iterator[Any], model: Module) -> tuple[Tensor, LossFunction]:
         """Megatron's forward step: the model's per-token loss [b, S], and the function that sums and reports it."""
         return distillation_step(self._handle, batches, model, check_finite=self._args.check_for_nan_in_loss_and_grad)
-
-    @property
-    def _packed(self) -> bool:
-        """Whether the model's attention takes packed sequences rather than a mask."""
-        return self._args.transformer_impl == "transformer_engine"
 
     def _open(self, url: str) -> TeacherCache:
         args = self._args
@@ -214,9 +210,17 @@ def _refuse_unsupported(args: Namespace) -> None:
             f"--eval-iters is {args.eval_iters}; evaluation needs --kd-valid-cache, a cache of held-out samples: give "
             "one, or --eval-iters 0"
         )
-    packed = args.transformer_impl == "transformer_engine"
-    if packed and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
+    if args.kd_student_init and args.init_model_with_meta_device:
+        raise ValueError(
+            "--kd-student-init fills the model's weights; --init-model-with-meta-device leaves none to fill"
+        )
+    if _takes_packed(args) and args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1:
         raise ValueError(
             f"--micro-batch-size is {args.micro_batch_size} in {args.pipeline_model_parallel_size} pipeline stages: "
             "samples are laid end to end, which Megatron-LM's pipeline does not expect; give --micro-batch-size 1"
         )
+
+
+def _takes_packed(args: Namespace) -> bool:
+    """Whether the model's attention takes packed sequences rather than a mask."""
+    return args.transformer_impl == "transformer_engine"

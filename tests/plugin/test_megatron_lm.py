@@ -174,6 +174,7 @@ def parsed(config, *arguments, **settings):
         "tokenizer_model": config.student_init,
         "eval_iters": 0,
         "transformer_impl": "local",
+        "init_model_with_meta_device": False,
         "pipeline_model_parallel_size": 1,
         "micro_batch_size": 2,
     }
@@ -207,6 +208,7 @@ def test_arguments_are_the_fields_of_the_loss(config):
         ({"eval_iters": 5}, "--eval-iters is 5; .*--kd-valid-cache"),
         ({"logits_load_dir": "x"}, "--logits-load-dir"),
         ({"reset_position_ids": True}, "--reset-position-ids"),
+        ({"kd_student_init": "x", "init_model_with_meta_device": True}, "--init-model-with-meta-device"),
         (
             {"transformer_impl": "transformer_engine", "pipeline_model_parallel_size": 2},
             "--micro-batch-size is 2 in 2 pipeline stages",
@@ -276,7 +278,7 @@ def test_a_cache_made_from_megatrons_own_data_set(config, tmp_path):
     caches = {}
     for split in ("train", "held_out"):
         caches[split] = tmp_path / f"{split}.zarr"
-        given = ["--data.source", "samples", "--data.samples_dir", tmp_path / "samples"]
+        given = ["--data.source", "samples-dir", "--data.samples_dir", tmp_path / "samples"]
         file = Path(config.run_dir).parent / "run.yaml"
         launch("cache_teacher", "--config", file, *given, "--cache.split", split, "--cache.url", caches[split], ranks=0)
     kd = ["--kd-data", "megatron", "--kd-cache", caches["train"], "--kd-valid-cache", caches["held_out"]]
