@@ -104,7 +104,7 @@ def kd_pre_wrap_hook(loss: LossConfig, vocab_size: int) -> PreWrapHook:
 
     def hook(chunks: list[Module]) -> list[Module]:
         for chunk in chunks:
-            if chunk.post_process and chunk.output_layer.output_size < vocab_size:
+            if getattr(chunk, "post_process", False) and chunk.output_layer.output_size < vocab_size:
                 raise ValueError(
                     f"the model has {chunk.output_layer.output_size} vocabulary rows, padding included; the teacher's "
                     f"vocabulary is {vocab_size}: use its tokenizer, or set model.vocab_size to as many rows"

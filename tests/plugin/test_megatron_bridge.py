@@ -11,15 +11,17 @@ import json
 import os
 import sys
 from dataclasses import fields
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
+from megatron_kd.cache import TeacherCache
 from megatron_kd.config import LossConfig, ParallelConfig
 from megatron_kd.config_io import load_config
+from megatron_kd.loss import TeacherTopK, reference
 from tests.distributed import run_ranks
 from tests.teacher.models import save_llama, write_run
 from tests.tiny import megatron_twin
@@ -188,13 +190,153 @@ def train_in_bridge(rank, world_size, config, parallel, checkpoint):
     )
 
 
+LAYOUTS = [
+    ParallelConfig(),
+    ParallelConfig(tensor=2),
+    pytest.param(ParallelConfig(pipeline=2), marks=pytest.mark.full),
+]
+
+
 @needs_bridge
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_pretrain_is_the_projects_own_job(config, expected, tensor):
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: f"TP{p.tensor}-PP{p.pipeline}")
+def test_pretrain_is_the_projects_own_job(config, expected, parallel):
     """1e-5: four Adam steps of at most 1e-2, from gradients summed in another order."""
     losses, checkpoint = expected
-    for found, worst in run_ranks(train_in_bridge, tensor, config, ParallelConfig(tensor=tensor), checkpoint):
-        assert len(found) == STEPS
-        for step, (mine, theirs) in enumerate(zip(found, losses)):
-            assert mine == pytest.approx(theirs, rel=1e-5), step
-        assert worst <= 1e-5
+    ranks = run_ranks(train_in_bridge, parallel.tensor * parallel.pipeline, config, parallel, checkpoint)
+    found, _ = ranks[-1]
+    assert len(found) == STEPS
+    for step, (mine, theirs) in enumerate(zip(found, losses)):
+        assert mine == pytest.approx(theirs, rel=1e-5), step
+    assert max(worst for _, worst in ranks) <= 1e-5
+
+
+def hooked_model(rank, world_size, config):
+    """Largest differences, of a loss and of a gradient, from the loss's definition on the stock model's logits."""
+    without_transformer_engines_kernels(rank, world_size)
+
+    import numpy as np
+    from megatron.bridge.training.config import DistributedDataParallelConfig
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    from megatron_kd import platform
+    from megatron_kd.data.dataset import make_batch, targets_of, with_targets
+    from megatron_kd.plugin.megatron_bridge import handle_of, kd_pre_wrap_hook
+    from megatron_kd.student.hf_weights import HfWeights
+    from megatron_kd.student.model import initialize_parallel
+
+    parallel, cache = ParallelConfig(tensor=world_size), TeacherCache.open(config.cache_url)
+    initialize_parallel(parallel, seed=1)
+    builder = provider(HfWeights(config.student_init).config, parallel)
+    builder.register_pre_wrap_hook(from_folder(config.student_init, parallel, []))
+    builder.register_pre_wrap_hook(kd_pre_wrap_hook(LOSS, cache.manifest.vocab_size))
+    builder.finalize()
+    (model,) = builder.provide_distributed_model(ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True))
+
+    samples = np.array([3, 40])
+    read = cache.read(samples)
+    batch = make_batch(samples, read, platform.device(), packed=False)
+    batch = with_targets(batch, targets_of(read, platform.device()))
+    inputs = (batch.tokens, batch.position_ids, batch.attention.mask)
+    handle_of(model).set_targets(model, batch.teacher, labels=batch.labels, loss_mask=batch.loss_mask)
+    losses = model(*inputs, labels=batch.labels)
+    losses.sum().backward()
+    gradients = [parameter.main_grad.clone() for parameter in model.parameters()]
+
+    model.zero_grad_buffer()
+    vocab_size = cache.manifest.vocab_size
+    logits = gather_from_tensor_model_parallel_region(model(*inputs))[..., :vocab_size].flatten(0, 1)
+    defined = reference(
+        logits,
+        torch.eye(vocab_size),
+        TeacherTopK(*(x.flatten(0, 1) for x in batch.teacher)),
+        objective=LOSS.objective,
+        labels=batch.labels.flatten(),
+        loss_mask=batch.loss_mask.flatten(),
+    )
+    defined.sum().backward()
+    difference = (losses.flatten() - defined).abs().max() / defined.abs().max()
+    return difference.item(), max(
+        ((mine - parameter.main_grad).abs().max() / parameter.main_grad.abs().max()).item()
+        for mine, parameter in zip(gradients, model.parameters())
+    )
+
+
+@needs_bridge
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_providers_hook_makes_the_loss_its_definition(config, tensor):
+    """1e-5 of the largest: fp32 sums in another order, over four layers backward."""
+    for loss, gradient in run_ranks(hooked_model, tensor, config):
+        assert loss <= 1e-5
+        assert gradient <= 1e-5
+
+
+def settings(config, **changes):
+    """A recipe's configuration, some of whose settings, by dotted name, are others."""
+    from megatron.bridge.recipes.gpt import vanilla_gpt_pretrain_config
+
+    recipe = vanilla_gpt_pretrain_config()
+    recipe.ddp.average_in_collective = True
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        setattr(reduce(getattr, path, recipe), last, value)
+    return recipe
+
+
+@needs_bridge
+def test_a_recipe_becomes_one_that_distils_and_can_be_saved_with_its_checkpoints(config):
+    from megatron.bridge.training.config import ConfigContainer
+
+    from megatron_kd.plugin.megatron_bridge import TeacherCacheConfig, distillation_recipe
+
+    run = distillation_recipe(settings(config, rng__seed=5), config.cache_url, loss=LOSS)
+    data = TeacherCacheConfig(url=config.cache_url, loss=LOSS, seq_length=LENGTH, random_seed=5)
+    assert run.dataset == data
+    assert run.model.seq_length == LENGTH
+    assert run.model.calculate_per_token_loss
+    assert not run.ddp.average_in_collective
+    assert run.validation.eval_iters == 0
+    assert ConfigContainer.from_dict(run.to_dict()).dataset == data
+
+
+@needs_bridge
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__overlap_moe_expert_parallel_comm": True}, "model.overlap_moe_expert_parallel_comm"),
+        ({"model__cuda_graph_impl": "full_iteration"}, "CUDA graph of the full iteration"),
+        ({"dist__use_decentralized_pg": True}, "dist.use_decentralized_pg"),
+        ({"dist__eval_context_parallel_size": 2}, "dist.eval_context_parallel_size"),
+    ],
+)
+def test_what_cannot_be_distilled_is_refused_by_name(config, changes, message):
+    from megatron_kd.plugin.megatron_bridge import distillation_recipe
+
+    with pytest.raises(ValueError, match=message):
+        distillation_recipe(settings(config, **changes), config.cache_url)
+
+
+@needs_bridge
+def test_a_cache_that_does_not_suit_is_refused_with_both_values(config):
+    from megatron_kd.plugin.megatron_bridge import distillation_recipe
+
+    with pytest.raises(ValueError, match="k is 17 but the cache stores 16"):
+        distillation_recipe(settings(config), config.cache_url, loss=LossConfig(k=17))
+
+
+@needs_bridge
+def test_a_cache_is_not_read_before_its_place_is_known(config):
+    from megatron.bridge.data.base import DatasetBuildContext
+
+    from megatron_kd.plugin.megatron_bridge import TeacherCacheConfig
+
+    data = TeacherCacheConfig(url=config.cache_url, seq_length=LENGTH)
+    train, valid, test = data.build_datasets(DatasetBuildContext(4, 0, 0))
+    assert valid is test is None
+    with pytest.raises(RuntimeError, match="give pretrain\\(\\) kd_forward_step"):
+        next(train)
+
+
+@pytest.mark.skipif(INSTALLED, reason="Megatron-Bridge is installed")
+def test_without_bridge_the_error_says_what_to_install():
+    with pytest.raises(ImportError, match="pip install 'megatron-bridge"):
+        importlib.import_module("megatron_kd.plugin.megatron_bridge")
