@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import os
+import subprocess
 import sys
 from dataclasses import fields
 from functools import partial, reduce
@@ -29,6 +30,7 @@ from tests.tiny import megatron_twin
 INSTALLED = importlib.util.find_spec("megatron.bridge") is not None
 needs_bridge = pytest.mark.skipif(not INSTALLED, reason="Megatron-Bridge is not installed")
 
+ROOT = Path(__file__).parents[2]
 LENGTH, STEPS = 32, 4
 LOSS = LossConfig(ce_weight=0.1, chunk_tokens=20)
 
@@ -56,13 +58,11 @@ def config(tmp_path_factory):
     return config
 
 
-def without_transformer_engines_kernels(rank, world_size):
+def without_transformer_engines_kernels():
     """Megatron-Core and Bridge on the CPU, where Transformer Engine is installed."""
-    from megatron_kd import platform
-
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in ranks.items()})
     import transformer_engine.pytorch  # noqa: F401
+
+    from megatron_kd import platform
 
     sys.modules["transformer_engine.pytorch.optimizers"] = None  # Megatron-Core then takes torch's
     platform.enable_megatron_training_without_cuda()
@@ -78,23 +78,22 @@ def without_transformer_engines_kernels(rank, world_size):
     initialize.compile_helpers = lambda: None  # they come built with the package, without a Makefile
 
 
-def own_job(rank, world_size, config):
-    """The project's own job: its records, and its checkpoint."""
-    without_transformer_engines_kernels(rank, world_size)
-
-    from megatron_kd.train.run import distill
-
-    checkpoint = distill(config)
-    records = [json.loads(line) for line in Path(config.run_dir, "metrics.jsonl").read_text().splitlines()]
-    names = {"kd loss": "kd", "lm loss": "ce", "total loss": "loss"}
-    losses = [{name: record[key] for name, key in names.items()} for record in records if record["stage"] == "distill"]
-    return losses, checkpoint
-
-
 @pytest.fixture(scope="module")
 def expected(config):
-    """What the project's own job logs of each step, and its checkpoint."""
-    return run_ranks(own_job, 1, config)[0]
+    """The project's own job on the same software: what it logs of each step, and its checkpoint."""
+    # A process of its own, for checkpoints are written by further ones.
+    job = (
+        "import sys, tests.plugin.test_megatron_bridge as this; this.without_transformer_engines_kernels();"
+        "from megatron_kd.config_io import load_config; from megatron_kd.train.run import distill;"
+        "print(distill(load_config(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", job, str(Path(config.run_dir).parent / "run.yaml")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in Path(config.run_dir, "metrics.jsonl").read_text().splitlines()]
+    names = {"kd loss": "kd", "lm loss": "ce", "total loss": "loss"}
+    steps = [record for record in records if record["stage"] == "distill"]
+    return [{name: step[key] for name, key in names.items()} for step in steps], Path(done.stdout.split()[-1])
 
 
 def provider(hf, parallel):
@@ -112,7 +111,6 @@ def provider(hf, parallel):
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
         rotary_base=arch.rope_theta,
-        cross_entropy_loss_fusion=False,
     )
 
 
@@ -160,7 +158,9 @@ def recipe(config, parallel, trained, save=None):
 
 def train_in_bridge(rank, world_size, config, parallel, checkpoint):
     """What Bridge hands its callbacks of each step, and the largest difference of a trained weight."""
-    without_transformer_engines_kernels(rank, world_size)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    without_transformer_engines_kernels()
 
     from megatron.bridge.training.callbacks import Callback
     from megatron.bridge.training.pretrain import pretrain
@@ -168,6 +168,7 @@ def train_in_bridge(rank, world_size, config, parallel, checkpoint):
     from megatron_kd.plugin.megatron_bridge import distillation_recipe, kd_forward_step
     from megatron_kd.student.checkpoint import load_weights
     from megatron_kd.student.hf_weights import HfWeights
+    from megatron_kd.student.model import initialize_parallel
 
     class Noted(Callback):
         def __init__(self):
@@ -180,6 +181,7 @@ def train_in_bridge(rank, world_size, config, parallel, checkpoint):
     with contextlib.redirect_stdout(io.StringIO()):
         run = distillation_recipe(recipe(config, parallel, trained), config.cache_url, loss=LOSS)
         pretrain(run, kd_forward_step, callbacks=[noted])
+    initialize_parallel(parallel, config.seed)  # pretrain() has taken its groups down
     weights = HfWeights(config.student_init)
     twins, _ = megatron_twin(weights.config, weights, LENGTH, parallel)
     load_weights(checkpoint, twins)
@@ -212,7 +214,7 @@ def test_pretrain_is_the_projects_own_job(config, expected, parallel):
 
 def hooked_model(rank, world_size, config):
     """Largest differences, of a loss and of a gradient, from the loss's definition on the stock model's logits."""
-    without_transformer_engines_kernels(rank, world_size)
+    without_transformer_engines_kernels()
 
     import numpy as np
     from megatron.bridge.training.config import DistributedDataParallelConfig
