@@ -1,19 +1,16 @@
 """Distilling through Megatron-Bridge's own `pretrain()` is the project's own training job, number for number.
 
-Both start from the same Hugging Face folder, read the same cache in the same order and take four steps. Bridge imports
-Transformer Engine, which computes on GPUs only: on a CPU its norm and its optimizer make way for torch's.
+Both start from the same Hugging Face folder, read the same cache in the same order and take four steps.
 """
 
-import contextlib
 import importlib.util
-import io
 import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
-from functools import partial, reduce
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +20,9 @@ from megatron_kd.cache import TeacherCache
 from megatron_kd.config import LossConfig, ParallelConfig
 from megatron_kd.config_io import load_config
 from megatron_kd.loss import TeacherTopK, reference
+from tests.data.texts import small_tokenizer
 from tests.distributed import run_ranks
+from tests.plugin import bridge
 from tests.teacher.models import save_llama, write_run
 from tests.tiny import megatron_twin
 
@@ -32,7 +31,6 @@ needs_bridge = pytest.mark.skipif(not INSTALLED, reason="Megatron-Bridge is not 
 
 ROOT = Path(__file__).parents[2]
 LENGTH, STEPS = 32, 4
-LOSS = LossConfig(ce_weight=0.1, chunk_tokens=20)
 
 
 @pytest.fixture(scope="module")
@@ -58,24 +56,8 @@ def config(tmp_path_factory):
     return config
 
 
-def without_transformer_engines_kernels():
-    """Megatron-Core and Bridge on the CPU, where Transformer Engine is installed."""
-    import transformer_engine.pytorch  # noqa: F401
-
-    from megatron_kd import platform
-
-    sys.modules["transformer_engine.pytorch.optimizers"] = None  # Megatron-Core then takes torch's
-    platform.enable_megatron_training_without_cuda()
-
-    from megatron.core.transformer import transformer_block
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    transformer_block.LayerNormImpl = WrappedTorchNorm
-
-    from megatron.bridge.training import initialize, setup
-
-    setup.initialize_megatron = partial(setup.initialize_megatron, allow_no_cuda=True)
-    initialize.compile_helpers = lambda: None  # they come built with the package, without a Makefile
+def run_file(config):
+    return Path(config.run_dir).parent / "run.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +65,11 @@ def expected(config):
     """The project's own job on the same software: what it logs of each step, and its checkpoint."""
     # A process of its own, for checkpoints are written by further ones.
     job = (
-        "import sys, tests.plugin.test_megatron_bridge as this; this.without_transformer_engines_kernels();"
+        "import sys; from tests.plugin import bridge; bridge.enable_on_cpu();"
         "from megatron_kd.config_io import load_config; from megatron_kd.train.run import distill;"
         "print(distill(load_config(sys.argv[1])))"
     )
-    command = [sys.executable, "-c", job, str(Path(config.run_dir).parent / "run.yaml")]
+    command = [sys.executable, "-c", job, str(run_file(config))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in Path(config.run_dir, "metrics.jsonl").read_text().splitlines()]
@@ -96,96 +78,25 @@ def expected(config):
     return [{name: step[key] for name, key in names.items()} for step in steps], Path(done.stdout.split()[-1])
 
 
-def provider(hf, parallel):
-    """Bridge's provider of a model, made of local layers."""
-    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
-    from megatron.core.transformer import TransformerConfig
-
-    from megatron_kd.student.architecture import architecture, transformer_config
-
-    arch, settings = architecture(hf, parallel), transformer_config(hf, parallel, dtype=torch.float32)
-    return GPTModelProvider(
-        **{field.name: getattr(settings, field.name) for field in fields(TransformerConfig) if field.init},
-        transformer_layer_spec=local_layer_spec,
-        vocab_size=arch.padded_vocab_size,
-        share_embeddings_and_output_weights=arch.tied,
-        position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
-    )
-
-
-def from_folder(folder, parallel, trained):
-    """A pre-wrap hook that loads a Hugging Face folder's weights, and notes the chunks it is given."""
-    from megatron_kd.student.architecture import architecture
-    from megatron_kd.student.convert import load_from_hf
-    from megatron_kd.student.hf_weights import HfWeights
-
-    def hook(chunks):
-        weights = HfWeights(folder)
-        load_from_hf(chunks, weights, weights.config, architecture(weights.config, parallel))
-        trained.extend(chunks)
-        return chunks
-
-    return hook
-
-
-def recipe(config, parallel, trained, save=None):
-    """A recipe of Bridge's own, small, in fp32, with the optimizer of `config`."""
-    from megatron.bridge.recipes.gpt import vanilla_gpt_pretrain_config
-
-    from megatron_kd.student.hf_weights import HfWeights
-
-    recipe, settings = vanilla_gpt_pretrain_config(), config.optimizer
-    recipe.model = provider(HfWeights(config.student_init).config, parallel)
-    recipe.model.register_pre_wrap_hook(from_folder(config.student_init, parallel, trained))
-    recipe.mixed_precision = None
-    recipe.rng.seed = config.seed
-    recipe.tokenizer.vocab_size = 300
-    recipe.train.train_iters, recipe.train.global_batch_size = STEPS, config.train.global_batch
-    recipe.train.micro_batch_size = config.train.micro_batch
-    recipe.optimizer.lr, recipe.optimizer.min_lr, recipe.optimizer.clip_grad = settings.lr, settings.min_lr, 1.0
-    recipe.optimizer.adam_beta1, recipe.optimizer.adam_beta2 = settings.beta1, settings.beta2
-    recipe.optimizer.adam_eps, recipe.optimizer.weight_decay = settings.eps, settings.weight_decay
-    recipe.optimizer.bf16, recipe.optimizer.params_dtype = False, torch.float32
-    recipe.optimizer.use_distributed_optimizer = False
-    recipe.scheduler.lr_warmup_iters, recipe.scheduler.lr_decay_style = settings.warmup_steps, settings.decay
-    recipe.scheduler.start_weight_decay = recipe.scheduler.end_weight_decay = settings.weight_decay
-    recipe.dist.distributed_backend = "gloo"
-    recipe.logger.tensorboard_dir = None
-    recipe.checkpoint.save = recipe.checkpoint.load = save
-    return recipe
-
-
 def train_in_bridge(rank, world_size, config, parallel, checkpoint):
     """What Bridge hands its callbacks of each step, and the largest difference of a trained weight."""
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in ranks.items()})
-    without_transformer_engines_kernels()
+    bridge.enable_on_cpu()
 
-    from megatron.bridge.training.callbacks import Callback
-    from megatron.bridge.training.pretrain import pretrain
-
-    from megatron_kd.plugin.megatron_bridge import distillation_recipe, kd_forward_step
+    from megatron_kd.plugin.megatron_bridge import distillation_recipe
     from megatron_kd.student.checkpoint import load_weights
     from megatron_kd.student.hf_weights import HfWeights
     from megatron_kd.student.model import initialize_parallel
 
-    class Noted(Callback):
-        def __init__(self):
-            self.losses = []
-
-        def on_train_step_end(self, context):
-            self.losses.append({name: value.item() for name, value in context.loss_dict.items()})
-
-    trained, noted = [], Noted()
-    with contextlib.redirect_stdout(io.StringIO()):
-        run = distillation_recipe(recipe(config, parallel, trained), config.cache_url, loss=LOSS)
-        pretrain(run, kd_forward_step, callbacks=[noted])
+    trained = []
+    recipe = bridge.recipe(config, parallel, trained)
+    losses, _ = bridge.pretrain_noted(distillation_recipe(recipe, config.cache_url, loss=config.loss))
     initialize_parallel(parallel, config.seed)  # pretrain() has taken its groups down
     weights = HfWeights(config.student_init)
     twins, _ = megatron_twin(weights.config, weights, LENGTH, parallel)
     load_weights(checkpoint, twins)
-    return noted.losses, max(
+    return losses, max(
         (mine - theirs).abs().max().item()
         for chunk, twin in zip(trained, twins)
         for mine, theirs in zip(chunk.parameters(), twin.parameters())
@@ -193,28 +104,82 @@ def train_in_bridge(rank, world_size, config, parallel, checkpoint):
 
 
 LAYOUTS = [
-    ParallelConfig(),
-    ParallelConfig(tensor=2),
-    pytest.param(ParallelConfig(pipeline=2), marks=pytest.mark.full),
+    (1, ParallelConfig()),
+    (2, ParallelConfig(tensor=2)),
+    pytest.param((2, ParallelConfig()), marks=pytest.mark.full),
+    pytest.param((2, ParallelConfig(pipeline=2)), marks=pytest.mark.full),
+    pytest.param((2, ParallelConfig(pipeline=2, virtual_pipeline=2)), marks=pytest.mark.full),
 ]
 
 
 @needs_bridge
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=lambda p: f"TP{p.tensor}-PP{p.pipeline}")
-def test_pretrain_is_the_projects_own_job(config, expected, parallel):
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda x: f"{x[0]}ranks-TP{x[1].tensor}-PP{x[1].pipeline}-VPP{x[1].virtual_pipeline}"
+)
+def test_pretrain_is_the_projects_own_job(config, expected, layout):
     """1e-5: four Adam steps of at most 1e-2, from gradients summed in another order."""
     losses, checkpoint = expected
-    ranks = run_ranks(train_in_bridge, parallel.tensor * parallel.pipeline, config, parallel, checkpoint)
-    found, _ = ranks[-1]
-    assert len(found) == STEPS
-    for step, (mine, theirs) in enumerate(zip(found, losses)):
-        assert mine == pytest.approx(theirs, rel=1e-5), step
+    world_size, parallel = layout
+    ranks = run_ranks(train_in_bridge, world_size, config, parallel, checkpoint)
+    _same(ranks[-1][0], losses)
     assert max(worst for _, worst in ranks) <= 1e-5
+
+
+def _same(found, expected):
+    assert len(found) == len(expected)
+    for step, (mine, theirs) in enumerate(zip(found, expected)):
+        assert mine == pytest.approx(theirs, rel=1e-5), step
+
+
+@needs_bridge
+@pytest.mark.full
+def test_a_run_goes_on_where_it_stopped_with_other_ranks(config, expected, tmp_path):
+    """Two steps on one rank, saved by Bridge; the others on two replicas. Bound: as above."""
+    losses, _ = expected
+    found = []
+    for ranks, last in ((1, 2), (2, STEPS)):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command += [
+            "-m",
+            "tests.plugin.bridge",
+            str(Path(config.run_dir).parent / "run.yaml"),
+            str(tmp_path),
+            str(last),
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr
+        found += json.loads(done.stdout.splitlines()[-1])
+    _same(found, losses)
+
+
+def evaluate_in_bridge(rank, world_size, config):
+    """Two steps that change nothing, and what an evaluation on the same samples finds after each."""
+    bridge.enable_on_cpu()
+
+    from megatron_kd.plugin.megatron_bridge import distillation_recipe
+
+    run = distillation_recipe(
+        bridge.recipe(config, ParallelConfig(), []),
+        config.cache_url,
+        loss=config.loss,
+        valid_cache_url=config.cache_url,
+    )
+    run.train.train_iters, run.optimizer.lr = 2, 0.0
+    run.validation.eval_iters, run.validation.eval_interval = 1, 1
+    return bridge.pretrain_noted(run)
+
+
+@needs_bridge
+@pytest.mark.full
+def test_an_evaluation_finds_what_training_on_the_same_samples_does(config):
+    ((steps, evaluations),) = run_ranks(evaluate_in_bridge, 1, config)
+    assert len(evaluations) == 3  # the last when training has ended
+    _same(evaluations[:2], steps)
 
 
 def hooked_model(rank, world_size, config):
     """Largest differences, of a loss and of a gradient, from the loss's definition on the stock model's logits."""
-    without_transformer_engines_kernels()
+    bridge.enable_on_cpu()
 
     import numpy as np
     from megatron.bridge.training.config import DistributedDataParallelConfig
@@ -223,14 +188,12 @@ def hooked_model(rank, world_size, config):
     from megatron_kd import platform
     from megatron_kd.data.dataset import make_batch, targets_of, with_targets
     from megatron_kd.plugin.megatron_bridge import handle_of, kd_pre_wrap_hook
-    from megatron_kd.student.hf_weights import HfWeights
     from megatron_kd.student.model import initialize_parallel
 
     parallel, cache = ParallelConfig(tensor=world_size), TeacherCache.open(config.cache_url)
     initialize_parallel(parallel, seed=1)
-    builder = provider(HfWeights(config.student_init).config, parallel)
-    builder.register_pre_wrap_hook(from_folder(config.student_init, parallel, []))
-    builder.register_pre_wrap_hook(kd_pre_wrap_hook(LOSS, cache.manifest.vocab_size))
+    builder = bridge.provider(config, parallel, [])
+    builder.register_pre_wrap_hook(kd_pre_wrap_hook(config.loss, cache.manifest.vocab_size))
     builder.finalize()
     (model,) = builder.provide_distributed_model(ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True))
 
@@ -251,7 +214,7 @@ def hooked_model(rank, world_size, config):
         logits,
         torch.eye(vocab_size),
         TeacherTopK(*(x.flatten(0, 1) for x in batch.teacher)),
-        objective=LOSS.objective,
+        objective=config.loss.objective,
         labels=batch.labels.flatten(),
         loss_mask=batch.loss_mask.flatten(),
     )
@@ -272,15 +235,18 @@ def test_a_providers_hook_makes_the_loss_its_definition(config, tensor):
         assert gradient <= 1e-5
 
 
-def settings(config, **changes):
-    """A recipe's configuration, some of whose settings, by dotted name, are others."""
+def settings(**changes):
+    """A recipe's configuration, some of whose settings are others."""
     from megatron.bridge.recipes.gpt import vanilla_gpt_pretrain_config
 
-    recipe = vanilla_gpt_pretrain_config()
-    recipe.ddp.average_in_collective = True
-    for name, value in changes.items():
-        *path, last = name.split("__")
-        setattr(reduce(getattr, path, recipe), last, value)
+    return changed(vanilla_gpt_pretrain_config(), ddp__average_in_collective=True, **changes)
+
+
+def changed(recipe, **changes):
+    """Sets `section__name` of a recipe's configuration; returns it."""
+    for path, value in changes.items():
+        section, name = path.split("__")
+        setattr(getattr(recipe, section), name, value)
     return recipe
 
 
@@ -290,8 +256,8 @@ def test_a_recipe_becomes_one_that_distils_and_can_be_saved_with_its_checkpoints
 
     from megatron_kd.plugin.megatron_bridge import TeacherCacheConfig, distillation_recipe
 
-    run = distillation_recipe(settings(config, rng__seed=5), config.cache_url, loss=LOSS)
-    data = TeacherCacheConfig(url=config.cache_url, loss=LOSS, seq_length=LENGTH, random_seed=5)
+    run = distillation_recipe(settings(rng__seed=5), config.cache_url, loss=config.loss)
+    data = TeacherCacheConfig(url=config.cache_url, loss=config.loss, seq_length=LENGTH, random_seed=5)
     assert run.dataset == data
     assert run.model.seq_length == LENGTH
     assert run.model.calculate_per_token_loss
@@ -314,28 +280,65 @@ def test_what_cannot_be_distilled_is_refused_by_name(config, changes, message):
     from megatron_kd.plugin.megatron_bridge import distillation_recipe
 
     with pytest.raises(ValueError, match=message):
-        distillation_recipe(settings(config, **changes), config.cache_url)
+        distillation_recipe(settings(**changes), config.cache_url)
 
 
 @needs_bridge
-def test_a_cache_that_does_not_suit_is_refused_with_both_values(config):
-    from megatron_kd.plugin.megatron_bridge import distillation_recipe
-
-    with pytest.raises(ValueError, match="k is 17 but the cache stores 16"):
-        distillation_recipe(settings(config), config.cache_url, loss=LossConfig(k=17))
-
-
-@needs_bridge
-def test_a_cache_is_not_read_before_its_place_is_known(config):
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__seq_length": 64}, "model.seq_length 64 .* samples of 32 positions"),
+        ({"model__hybrid_layer_pattern": "M-*-"}, "model.hybrid_layer_pattern M-"),
+        ({"model__pipeline_model_parallel_size": 2}, "train.micro_batch_size > 1 in a pipeline"),
+    ],
+)
+def test_what_is_changed_after_the_recipe_is_refused_as_well(config, changes, message):
     from megatron.bridge.data.base import DatasetBuildContext
 
-    from megatron_kd.plugin.megatron_bridge import TeacherCacheConfig
+    from megatron_kd.plugin import KDHandle
+    from megatron_kd.plugin.megatron_bridge import distillation_recipe
 
-    data = TeacherCacheConfig(url=config.cache_url, seq_length=LENGTH)
-    train, valid, test = data.build_datasets(DatasetBuildContext(4, 0, 0))
+    run = changed(distillation_recipe(settings(), config.cache_url), dataset__packed=True, **changes)
+    train, valid, test = run.dataset.build_datasets(DatasetBuildContext(4, 0, 0))
     assert valid is test is None
-    with pytest.raises(RuntimeError, match="give pretrain\\(\\) kd_forward_step"):
+    with pytest.raises(RuntimeError, match=r"give pretrain\(\) kd_forward_step"):
         next(train)
+    with pytest.raises(ValueError, match=message):
+        run.dataset.start(SimpleNamespace(cfg=run, train_state=None), KDHandle([]))
+
+
+@needs_bridge
+def test_a_cache_that_does_not_suit_is_refused_with_both_values(config, tmp_path):
+    from megatron.bridge.data.base import DatasetBuildContext
+
+    from megatron_kd.plugin.megatron_bridge import TeacherCacheConfig, distillation_recipe
+
+    with pytest.raises(ValueError, match="k is 17 but the cache stores 16"):
+        distillation_recipe(settings(), config.cache_url, loss=LossConfig(k=17))
+    small_tokenizer(280).save_pretrained(tmp_path)
+    for folder, outcome in (
+        (config.student_init, nullcontext()),
+        (tmp_path, pytest.raises(ValueError, match=f"{tmp_path} has hash .* was made with")),
+    ):
+        tokenizer = SimpleNamespace(library="huggingface", path=folder)  # as Bridge hands it over
+        with outcome:
+            data = TeacherCacheConfig(url=config.cache_url, seq_length=LENGTH)
+            data.build_datasets(DatasetBuildContext(4, 0, 0, tokenizer=tokenizer))
+
+
+@needs_bridge
+def test_a_head_that_cannot_take_the_loss_is_refused():
+    from megatron_kd.plugin.megatron_bridge import handle_of, kd_pre_wrap_hook
+
+    small = SimpleNamespace(post_process=True, output_layer=SimpleNamespace(output_size=256))
+    with pytest.raises(ValueError, match="256 vocabulary rows, .* vocabulary is 300"):
+        kd_pre_wrap_hook(LossConfig(), vocab_size=300)([small])
+    model = torch.nn.Module()
+    with pytest.raises(ValueError, match="has no distillation loss"):
+        handle_of(model)
+    model.kd_handle, model.post_process, model.output_layer = object(), True, torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="output_layer has become a Linear"):
+        handle_of(model)
 
 
 @pytest.mark.skipif(INSTALLED, reason="Megatron-Bridge is installed")
