@@ -14,7 +14,7 @@ from megatron_kd.loss.vocab_parallel import Pending, VocabShard
 from tests.distributed import run_ranks
 from tests.loss.cases import Case, dense, make, relative_error
 from tests.loss.test_tensor_parallel import fused_on_rank, shard
-from tools.allocator import measure
+from megatron_kd.plan.allocator import measure
 
 
 def check_hidden_gradient_is_the_same_on_all_ranks_and_contiguous(rank, ranks):
