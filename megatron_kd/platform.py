@@ -119,6 +119,14 @@ def enable_megatron_without_cuda() -> None:
     megatron_random._set_cuda_rng_state = _set_rng_state
 
 
+def supply_te_general_gemm() -> None:
+    """Defines a name that Megatron-Core 0.16's router looks up, and does not define without Transformer Engine."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """Rewrites `device="cuda…"` in any torch call, and the CUDA spelling of tensors' types."""
 
@@ -166,7 +174,10 @@ class _Stream:
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    wait_stream = wait_event = record_event = synchronize = record = wait = _nothing
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
 
     def query(self) -> bool:
         return True
