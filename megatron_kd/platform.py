@@ -118,6 +118,10 @@ def enable_megatron_without_cuda() -> None:
     megatron_random._get_cuda_rng_state = _get_rng_state
     megatron_random._set_cuda_rng_state = _set_rng_state
 
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.maybe_move_tensor_to_cpu = _moved_to_cpu
+
 
 def supply_te_general_gemm() -> None:
     """Defines a name that Megatron-Core 0.16's router looks up, and does not define without Transformer Engine."""
@@ -157,6 +161,11 @@ def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = F
 
 def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
+
+
+def _moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron-Core's converts to numpy only what it has moved; all_to_all takes numpy's sizes but not a tensor's."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 class _Stream:

@@ -5,6 +5,8 @@
     WindowedAttention    Megatron-Core's, whose sliding window replaces the mask it is given: packed documents would
                          see each other
 
+    linear_fc2 of experts   adds its bias in place to what a reduction over one rank returned, which autograd refuses
+
 Collectives: none of their own.
 """
 
@@ -14,11 +16,12 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.utils import get_sliding_window_causal_mask
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_kd import platform
 
@@ -42,8 +45,16 @@ class WindowedAttention(DotProductAttention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **kwargs: Any) -> Tensor:
         """As Megatron-Core's; attention_mask [b, 1, S, S] is true where attention is forbidden."""
         if self._window is not None:
-            attention_mask = attention_mask | get_sliding_window_causal_mask(len(query), len(key), self._window)
+            before, _ = self._window  # positions it reaches back
+            attention_mask = attention_mask | torch.ones_like(attention_mask).tril(-before - 1)
         return super().forward(query, key, value, attention_mask, **kwargs)
+
+
+def leave_experts_alone(chunk: Module) -> None:
+    """Takes the reduction over the one rank that holds an expert out of its second linear."""
+    for module in chunk.modules():
+        if isinstance(module, RowParallelLinear) and module.is_expert:
+            module.explicit_expert_comm = True
 
 
 def local_block(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:

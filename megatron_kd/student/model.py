@@ -22,7 +22,7 @@ from torch.nn import Module
 from megatron_kd import platform
 from megatron_kd.config import ParallelConfig
 from megatron_kd.student.architecture import Architecture
-from megatron_kd.student.local_layers import local_block
+from megatron_kd.student.local_layers import leave_experts_alone, local_block
 
 
 def initialize_parallel(parallel: ParallelConfig, seed: int) -> None:
@@ -70,6 +70,7 @@ def build_model(config: TransformerConfig, arch: Architecture, sequence_length: 
             rope_scaling_factor=arch.rope.factor,
             vp_stage=where["vp_stage"],
         )
+        leave_experts_alone(chunk)
         _mark_parameters(chunk, config)
         chunks.append(chunk.to(platform.device()))
     return chunks

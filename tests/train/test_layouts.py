@@ -44,7 +44,7 @@ class Cell:
         return self.parallel.tensor * self.parallel.pipeline * (2 if self.data_parallel else 1)
 
 
-TIED, UNTIED = "llama, tied", "llama 3, untied"
+TIED, UNTIED, EXPERTS = "llama, tied", "llama 3, untied", "gpt-oss"
 CELLS = [
     Cell(TIED, micro_batch=2),
     Cell(UNTIED, micro_batch=4, recompute=True, backward="in_forward"),
@@ -58,6 +58,14 @@ CELLS = [
     Cell(TIED, ParallelConfig(tensor=2, pipeline=2), micro_batch=2),
     Cell(UNTIED, ParallelConfig(tensor=2), data_parallel=True),
     Cell("qwen2, biases", ParallelConfig(pipeline=2), data_parallel=True, backward="in_forward"),
+    Cell("qwen3, norms", ParallelConfig(tensor=2, sequence_parallel=True), backward="in_forward"),
+    Cell(EXPERTS, ParallelConfig(expert=2), data_parallel=True),
+    Cell(EXPERTS, ParallelConfig(expert=2), data_parallel=True, micro_batch=2, recompute=True, distributed="yes"),
+    Cell(EXPERTS, ParallelConfig(tensor=2, sequence_parallel=True), micro_batch=2),
+    Cell(EXPERTS, ParallelConfig(tensor=2, expert=2, sequence_parallel=True), backward="in_forward"),
+    Cell(EXPERTS, ParallelConfig(tensor=2, expert=4, sequence_parallel=True), data_parallel=True),
+    Cell(EXPERTS, ParallelConfig(tensor=2, expert=2, sequence_parallel=True), data_parallel=True, micro_batch=2),
+    Cell(EXPERTS, ParallelConfig(pipeline=2, expert=2), data_parallel=True),
 ]
 
 
