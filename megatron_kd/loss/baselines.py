@@ -41,9 +41,7 @@ def online_dense_kl(hidden: Tensor, weight: Tensor, teacher: TeacherHead, **argu
     """online_kl's loss from the whole logits of student and teacher; arguments as there."""
     call = _Call.of(hidden, weight, None, **arguments)
     check_teacher_head(hidden, weight, teacher)
-    with torch.no_grad():
-        theirs = call.whole(functional.linear(call.rows(teacher.hidden), teacher.weight, teacher.bias))
-    return call.result(_dense_losses(call, call.whole(call.logits(weight.shape[0])), theirs))
+    return call.result(_dense_losses(call, call.whole(call.logits(weight.shape[0])), _teacher_logits(call, teacher)))
 
 
 def forward_chunked_kl(hidden: Tensor, weight: Tensor, teacher: TeacherTopK, **arguments: Any) -> KDLoss:
@@ -133,6 +131,11 @@ class _Call:
         loss, *detached = (field.view(self.plan.leading) for field in fields)
         kd, ce, teacher_tail, support = (field.detach() for field in detached)
         return KDLoss(loss, kd, None if self.labels is None else ce, teacher_tail, support)
+
+
+@torch.no_grad()
+def _teacher_logits(call: _Call, teacher: TeacherHead) -> Tensor:
+    return call.whole(functional.linear(call.rows(teacher.hidden), teacher.weight, teacher.bias))
 
 
 def _dense_losses(call: _Call, logits: Tensor, theirs: Tensor | None) -> Tensor:

@@ -77,7 +77,7 @@ def make_plan(
     kernels: KernelChoice = "auto",
     accumulate_main_grad: bool | None = None,
 ) -> Plan:
-    """Check the arguments of fused_linear_kl, or (teacher None) of online_kl, and settle the plan; raises ValueError."""
+    """Check the arguments of fused_linear_kl, or (teacher None) of online_kl; settle the plan; raises ValueError."""
     if hidden.dim() not in (2, 3) or weight.dim() != 2:
         raise ValueError(
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}; need [N, D] or [s, b, D], and [Vp, D]"

@@ -6,8 +6,8 @@ order: rank r has positions r·N/t … (r+1)·N/t − 1, and a chunk takes the s
 rows are {r·N/t + local}.
 
 Collectives: per chunk one all-gather of the row statistics, the gather of hidden rows (sequence parallel) and the
-reduction of their gradient; once a call, the sum of per-entry divergences; for the dense baseline, the gather of logits.
-With one rank none of them runs.
+reduction of their gradient; once a call, the sum of per-entry divergences; for the dense baselines, the gather of
+logits. With one rank none of them runs.
 Shapes: N positions of the whole sequence, C rows of a chunk, D hidden.
 """
 

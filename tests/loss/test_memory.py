@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_kd.loss import TeacherTopK, fused_linear_kl
-from tests.loss.cases import DEVICES
 from megatron_kd.plan.allocator import measure
+from tests.loss.cases import DEVICES
 
 
 def head(n, d, v, k, dtype=torch.float32, device="cpu"):
