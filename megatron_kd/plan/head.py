@@ -4,7 +4,7 @@ N positions, n those of this rank under sequence parallelism, D hidden, V padded
 C positions of a chunk, K entries, e bytes of a parameter, kd rows of fp32. Peak bytes beyond states and hidden states:
 
     fused            e·n·D + e·C·Vp + 144·C·K (+ 4·Vp·D in_forward) (+ 2·e·C·D under sequence parallelism)
-    online           e·n·D + 2·e·C·Vp                                (likewise)
+    online           e·n·D + 2·e·C·Vp + e·C·(D + D') + 12 MiB        (+ 2·e·C·(D + D') under sequence parallelism)
     forward_chunked  2·e·N·Vp + 14·C·Vp                              (19 for ghost) + e·N·D gathered
     dense            20·N·V                                          (21 for ghost) + e·N·D gathered
     online_dense     20·N·V + e·N·D gathered
@@ -25,6 +25,7 @@ from megatron_kd.plan.shape import ModelShape
 
 _ENTRY_BYTES = 144  # fp64 and int64 work of one entry of the chunk in hand
 _ROW_BYTES = 96  # statistics and results of a position
+_ONLINE_SCRATCH = 12 << 20  # three blocks of rows in fp32
 
 
 class HeadCost(NamedTuple):
@@ -43,8 +44,10 @@ def chunk_tokens(loss: LossConfig, shape: ModelShape, layout: Layout, element: i
     return min(layout.positions, loss.chunk_tokens or choose_chunk_tokens(layout.positions, columns, element))
 
 
-def head_cost(loss: LossConfig, shape: ModelShape, layout: Layout, entries: int, element: int) -> HeadCost:
-    """The costs of `loss.implementation`. `entries`: K; `element`: e."""
+def head_cost(
+    loss: LossConfig, shape: ModelShape, layout: Layout, entries: int, element: int, teacher_hidden: int = 0
+) -> HeadCost:
+    """The costs of `loss.implementation`. `entries`: K; `element`: e; `teacher_hidden`: D', of a resident teacher."""
     t, positions, h = layout.tensor, layout.positions, shape.hidden
     whole = shape.padded_vocab(t)
     columns = whole // t
@@ -61,7 +64,10 @@ def head_cost(loss: LossConfig, shape: ModelShape, layout: Layout, entries: int,
         passes = 2 if at_once else 3
         return HeadCost(peak, 3 * element * logits, 3 if at_once else 4, 0, passes * arriving)
     if loss.implementation == "online":
-        return HeadCost(chunked + 2 * element * chunk * columns, 144 * logits, 4, 2, 5 * arriving)
+        copies = element * chunk * (h + teacher_hidden * (3 if layout.sequence_parallel else 1))
+        return HeadCost(
+            chunked + copies + 2 * element * chunk * columns + _ONLINE_SCRATCH, 220 * logits, 4, 2, 5 * arriving
+        )
     if loss.implementation == "forward_chunked":
         work = (19 if ghost else 14) * chunk * columns
         return HeadCost(2 * element * logits + work + rows, (205 if ghost else 104) * logits, 3, 0, 2 * arriving)

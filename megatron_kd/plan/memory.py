@@ -24,7 +24,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from megatron_kd.plan.calibration import OVERHEAD_BYTES
-from megatron_kd.plan.head import head_cost
 from megatron_kd.plan.planned import PlannedRun
 from megatron_kd.plan.shape import ModelShape, rank_parameters
 
@@ -76,14 +75,13 @@ def stage_memory(run: PlannedRun, stage: int) -> StageMemory:
     layer = layer_activations(shape, run)
     border = e * layout.local_positions * shape.hidden
     in_flight = layout.in_flight(stage) * shape.layers / layout.pipeline * (border if run.recompute else layer)
-    online = run.loss.implementation in ("online", "online_dense")
     return StageMemory(
         parameters=e * (shared + experts),
         gradients=4 * (shared + experts),
         optimizer=state * (shared / replicas[0] + experts / replicas[1]),
-        teacher=e * sum(own(run.needed_teacher)) if online else 0,
-        targets=layout.positions * ((0 if online else 8 * run.entries) + 48) if last else 0,
+        teacher=e * sum(own(run.needed_teacher)) if run.online else 0,
+        targets=layout.positions * ((0 if run.online else 8 * run.entries) + 48) if last else 0,
         activations=in_flight + 2 * border * last,
-        head=head_cost(run.loss, shape, layout, run.entries, e).bytes if last else 0,
+        head=run.head_cost().bytes if last else 0,
         layer=layer,
     )

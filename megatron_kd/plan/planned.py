@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_kd.config import HardwareConfig, Implementation, LossConfig, RunConfig
+from megatron_kd.plan.head import HeadCost, head_cost
 from megatron_kd.plan.layout import Layout, make_layout
 from megatron_kd.plan.shape import ModelShape, model_shape, student_config, teacher_config
 
@@ -45,6 +46,16 @@ class PlannedRun:
     def distributed_optimizer(self) -> bool:
         """`auto` counts as yes: where there are GPUs there is Transformer Engine."""
         return self.config.optimizer.distributed != "no"
+
+    @property
+    def online(self) -> bool:
+        """Whether the teacher is resident."""
+        return self.loss.implementation in ("online", "online_dense")
+
+    def head_cost(self) -> HeadCost:
+        """Of a rank of the last stage."""
+        teacher_hidden = self.needed_teacher.hidden if self.online else 0
+        return head_cost(self.loss, self.shape, self.layout, self.entries, self.element, teacher_hidden)
 
     @property
     def needed_teacher(self) -> ModelShape:

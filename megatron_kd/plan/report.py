@@ -117,10 +117,7 @@ def to_table(reports: Sequence[Report]) -> str:
     row("cache: tokens", lambda r: f"{r.cache.tokens / 1e6:,.0f} M")
     row("  to store", lambda r: f"{r.cache.size.bytes / _GIB:,.0f} GiB, {r.cache.size.objects:,} objects")
     row("  to build", lambda r: "?" if r.cache.build_seconds is None else duration(r.cache.build_seconds))
-    row(
-        "  paid for after",
-        lambda r: "–" if r.cache.break_even_steps is None else f"{r.cache.break_even_steps:,.0f} steps",
-    )
+    row("  paid for after", _break_even)
     return _aligned(rows)
 
 
@@ -145,11 +142,17 @@ def _stage(report: Report) -> str:
     return f"stage {report.fullest} of {len(report.stages)}"
 
 
+def _break_even(report: Report) -> str:
+    if not report.cache.online_fits:
+        return "at once: online does not fit"
+    return "–" if report.cache.break_even_steps is None else f"{report.cache.break_even_steps:,.0f} steps"
+
+
 def _verdict(report: Report) -> str:
     share = report.peak_gib / report.run.hardware.memory_gib
     if not report.fits:
         return f"no: {share:.0%} of the device"
-    # The caching allocator gives blocks back and asks again when it is this close, which costs time that is not planned.
+    # This close, the caching allocator gives blocks back and asks for them again, which takes time that is not planned.
     return f"barely: {share:.0%}, slower than planned" if share > 0.95 else f"yes, {share:.0%}"
 
 

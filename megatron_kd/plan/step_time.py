@@ -2,7 +2,7 @@
 
 Work of one micro-batch on a rank of a stage, each over what the hardware does of it per second:
 
-    compute   3·(forward FLOPs of its layers)/t, 4 times with recompute; head.py's projections; a resident teacher's forward
+    compute   3·(forward FLOPs of its layers)/t, 4· with recompute; head.py's projections; a resident teacher's forward
     memory    5·A a layer (each activation written and read forward; read, its gradient written and read backward),
               7·A with recompute; head.py's traffic
     tensor    a layer's gathers and scatters of e·N·h: 10 under sequence parallelism, else 8 (4 more with recompute),
@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from megatron_kd.plan.calibration import EFFICIENCY
-from megatron_kd.plan.head import HeadCost, head_cost
+from megatron_kd.plan.head import HeadCost
 from megatron_kd.plan.memory import layer_activations, stage_memory
 from megatron_kd.plan.planned import PlannedRun
 from megatron_kd.plan.shape import rank_parameters, token_flops
@@ -97,10 +97,10 @@ def _stage_time(run: PlannedRun, stage: int) -> StageTime:
     border = 2 * layout.virtual * e * layout.local_positions * h if layout.pipeline > 1 else 0.0
 
     if last:
-        cost = head_cost(run.loss, shape, layout, run.entries, e)
+        cost = run.head_cost()
         tensor, traffic = tensor + cost.gathered, traffic + cost.traffic
         work += _projection_flops(run, cost)
-    if run.loss.implementation in ("online", "online_dense"):
+    if run.online:
         teacher = run.needed_teacher
         own = teacher.layers // layout.pipeline
         flops = token_flops(teacher, layout.sequence).layers[stage * own : (stage + 1) * own]
