@@ -2,7 +2,8 @@
 
 The loss function returns Megatron's triple (sum of the per-token loss, number of tokens, what to log). The model is
 configured with `calculate_per_token_loss`, so `finalize_model_grads` divides gradients by the tokens of the *global*
-batch: the step's loss is a mean over tokens. The sum is a plain `.sum()`, masks and weights are inside the loss, so
+batch: the step's loss is a mean over tokens. Without it (`train.mean_over: micro_batches`) each micro-batch's sum is
+divided by its own tokens, and a token counts for more the fewer its micro-batch has. The sum is a plain `.sum()`, masks and weights are inside the loss, so
 its gradient is one scalar for all positions, which is what lets the fused loss skip a projection in backward.
 """
 
@@ -45,6 +46,7 @@ def run_forward_backward(
     *,
     micro_batches: int,
     shape: tuple[int, int],
+    forward_only: bool = False,
 ) -> Tensor:
     """Forward and backward of one step on this rank.
 
@@ -54,6 +56,7 @@ def run_forward_backward(
         batches: one iterator of micro-batches per chunk.
         micro_batches: micro-batches of this rank in the step.
         shape: (micro-batch, sequence length) of what passes between pipeline stages.
+        forward_only: leave out the backward.
 
     Returns:
         float64 [2]: sum of the loss and number of tokens; zeros where the last stage is elsewhere.
@@ -66,7 +69,7 @@ def run_forward_backward(
         num_microbatches=micro_batches,
         micro_batch_size=shape[0],
         seq_length=shape[1],
-        forward_only=False,
+        forward_only=forward_only,
     )
     zero = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
     return sum((record["loss"].double() for record in logged), start=zero)
