@@ -22,6 +22,7 @@ from megatron_kd.config import RunConfig
 from megatron_kd.plugin import KDHandle, attach
 from megatron_kd.student.architecture import architecture, transformer_config
 from megatron_kd.student.convert import load_from_hf
+from megatron_kd.student.flops import training_flops_per_token
 from megatron_kd.student.hf_weights import HfWeights
 from megatron_kd.student.model import build_model
 
@@ -35,6 +36,7 @@ class Student:
     optimizer: Any
     scheduler: OptimizerParamScheduler
     config: TransformerConfig
+    flops_per_token: float  # of forward and backward
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -65,7 +67,8 @@ def build_student(config: RunConfig, weights: HfWeights, manifest: Manifest) -> 
     if config.optimizer.overlap_grad_reduce:  # once a step, not once a micro-batch
         pauses = [chunk.no_sync for chunk in chunks]
         model_config.no_sync_func = pauses if len(chunks) > 1 else pauses[0]
-    return Student(chunks, handle, optimizer, _scheduler(config, optimizer), model_config)
+    flops = training_flops_per_token(model_config, arch.vocab_size, manifest.seq_length)
+    return Student(chunks, handle, optimizer, _scheduler(config, optimizer), model_config, flops)
 
 
 def uses_distributed_optimizer(config: RunConfig) -> bool:
