@@ -38,7 +38,7 @@ class TeacherConfig:
 
 @_section
 class DataConfig:
-    source: str  # text file or folder, .jsonl, .parquet, saved data set, Megatron .bin, or python-docs (Python's own)
+    source: str  # text file, .jsonl, .parquet, folder, data set, Megatron .bin; python-docs; samples-dir: prepared ones
     field: str = "text"  # the field that holds the text, or a conversation: a list of {role, content}
     sequence_length: int = 512  # positions in a packed sample
     document_multiple: int = 1  # documents are filled up to a multiple of it; 2 · parallel.context where that is > 1

@@ -11,6 +11,7 @@ Collectives: none but the process group's own set-up.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import resource
@@ -18,7 +19,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -117,6 +118,25 @@ def enable_megatron_without_cuda() -> None:
 
     megatron_random._get_cuda_rng_state = _get_rng_state
     megatron_random._set_cuda_rng_state = _set_rng_state
+
+
+def enable_megatron_training_without_cuda() -> None:
+    """Lets `megatron.training.pretrain` run on the CPU, with `--distributed-backend gloo` and local layers.
+
+    Does nothing where CUDA is present. Otherwise to be called before `megatron.training` parses its arguments.
+    """
+    if _CUDA:
+        return
+    enable_megatron_without_cuda()
+    # It makes its process groups where there are devices; those before generation 10 it wants in one hardware queue.
+    torch.cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(major=10)
+
+    from megatron.core.datasets import utils as dataset_utils
+    from megatron.training import training
+
+    training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
+    dataset_utils.compile_helpers = lambda: None  # they come built with the package, without a Makefile
 
 
 class _CudaMeansCpu(TorchFunctionMode):

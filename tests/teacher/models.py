@@ -28,10 +28,10 @@ def llama_config(vocab_size: int, **changes) -> LlamaConfig:
     return LlamaConfig(**{**settings, **changes})
 
 
-def save_llama(folder: Path, **changes) -> Path:
+def save_llama(folder: Path, seed: int = 0, **changes) -> Path:
     """A Llama of two layers over the small tokenizer, as a Hugging Face folder."""
     tokenizer = small_tokenizer()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     LlamaForCausalLM(llama_config(len(tokenizer), **changes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
