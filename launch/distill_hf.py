@@ -32,7 +32,7 @@ def main(config: RunConfig) -> Path:
     from megatron_kd.teacher.engine import positions_in_documents
     from megatron_kd.teacher.hf import HfEngine
     from megatron_kd.teacher.weights import resolve_model
-    from megatron_kd.train.checks import check_cache, check_first_batch
+    from megatron_kd.train.checks import check_cache, checked
 
     console = Console(metrics=Path(config.run_dir) / "metrics.jsonl")
     console.stage("Distil, without Megatron")
@@ -66,12 +66,11 @@ def main(config: RunConfig) -> Path:
         device=device,
         packed=False,
     )
+    stream = checked(loader, cache.manifest, config.loss, config.cache_url)
     with console.progress("distill", train.steps, "step") as progress:
         for step in range(1, train.steps + 1):
             started = time.perf_counter()
-            batches = [next(loader) for _ in range(train.global_batch // train.micro_batch)]
-            if step == 1:
-                check_first_batch(batches[0], config, cache.manifest)
+            batches = [next(stream) for _ in range(train.global_batch // train.micro_batch)]
             tokens = sum(batch.loss_mask.sum() for batch in batches)  # the step's loss is a mean over all of them
             sums = {"loss": 0.0, "kd": 0.0, "ce": 0.0, "tail": 0.0, "support": 0.0}
             for batch in batches:

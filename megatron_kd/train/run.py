@@ -26,7 +26,7 @@ from megatron_kd.student.checkpoint import CheckpointWriter, latest_checkpoint, 
 from megatron_kd.student.hf_weights import HfWeights
 from megatron_kd.student.model import initialize_parallel
 from megatron_kd.teacher.weights import resolve_model
-from megatron_kd.train.checks import check_cache, check_first_batch
+from megatron_kd.train.checks import check_cache, checked
 from megatron_kd.train.held_out import HeldOut
 from megatron_kd.train.metrics import check_finite, means, sum_over_ranks
 from megatron_kd.train.setup import Student, build_student, uses_distributed_optimizer
@@ -52,7 +52,7 @@ def distill(config: RunConfig) -> Path:
     check_cache(cache.manifest, config, weights, config.cache_url)
     order = SampleOrder(cache.manifest.samples, cache.manifest.block, config.seed, config.train.global_batch)
     student = build_student(config, weights, cache.manifest)
-    place = _place(student)
+    place = Place.of_this_rank(head=student.handle.has_head)
     held_out = HeldOut(config, weights, place) if config.train.evaluate_interval else None
     _describe(console, config, cache, student, world)
 
@@ -82,19 +82,6 @@ def distill(config: RunConfig) -> Path:
     return _last(config)
 
 
-def _place(student: Student) -> Place:
-    """Which data this rank needs: its data-parallel share, and the targets where its stage ends in the output layer."""
-    sharers = parallel_state.get_tensor_and_context_parallel_group()
-    return Place(
-        rank=parallel_state.get_data_parallel_rank(),
-        ranks=parallel_state.get_data_parallel_world_size(),
-        head=student.handle.has_head,
-        sharers=sharers if sharers.size() > 1 else None,
-        context_rank=parallel_state.get_context_parallel_rank(),
-        context_ranks=parallel_state.get_context_parallel_world_size(),
-    )
-
-
 def _train(
     console: Console,
     config: RunConfig,
@@ -107,7 +94,7 @@ def _train(
     train = config.train
     last = min(train.steps, train.stop_after or train.steps)
     stop = _StopRequest()
-    batches = _checked(loader, config, manifest)
+    batches = checked(loader, manifest, config.loss, config.cache_url)
     checkpoints = CheckpointWriter(config.checkpoint_dir, background=train.checkpoint_async)
     writer = SummaryWriter(str(Path(config.run_dir) / "tensorboard")) if console.active else None
     with console.progress("distill", train.steps, "step") as progress:
@@ -179,14 +166,6 @@ def _one_step(
     }
     check_finite(step, values, logged, loader.recent_samples)
     return values, sums["stop"] > 0
-
-
-def _checked(loader: BatchLoader, config: RunConfig, manifest: Manifest) -> Iterator[Batch]:
-    """The loader's batches; the first one is looked at before anything is trained on it."""
-    first = next(loader)
-    check_first_batch(first, config, manifest)
-    yield first
-    yield from loader
 
 
 class _StopRequest:

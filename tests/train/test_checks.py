@@ -43,13 +43,13 @@ def _batch(shift=0, noise=0.0):
 
 
 def test_targets_that_belong_to_the_labels_pass_after_rounding():
-    check_first_batch(_batch(), CONFIG, TOPK)
+    check_first_batch(_batch(), TOPK, LossConfig(), "a-cache")
 
 
 @pytest.mark.parametrize("damage", [{"shift": 1}, {"shift": -1}, {"noise": 0.2}])
 def test_shifted_targets_and_another_teachers_are_refused_with_the_numbers(damage):
     with pytest.raises(ValueError, match=r"\d+ of 40 labels of samples \(7,\) .* a-cache are shifted"):
-        check_first_batch(_batch(**damage), CONFIG, TOPK)
+        check_first_batch(_batch(**damage), TOPK, LossConfig(), "a-cache")
 
 
 def test_targets_of_other_text_are_refused_though_no_label_is_among_them():
@@ -57,7 +57,7 @@ def test_targets_of_other_text_are_refused_though_no_label_is_among_them():
     entries = TeacherTopK(torch.full_like(batch.teacher.ids, V - 1), batch.teacher.logprobs)
     foreign = replace(batch, teacher=entries, labels=torch.zeros_like(batch.labels))
     with pytest.raises(ValueError, match="of 40 labels"):
-        check_first_batch(foreign, CONFIG, TOPK)
+        check_first_batch(foreign, TOPK, LossConfig(), "a-cache")
 
 
 def test_masked_positions_and_a_teacher_that_never_names_the_label_pass():
@@ -65,9 +65,11 @@ def test_masked_positions_and_a_teacher_that_never_names_the_label_pass():
     batch = _batch()
     half = (torch.arange(S) < S // 2).float()[None]
     broken = torch.where(half[..., None] > 0, batch.teacher.logprobs, 0.0)
-    check_first_batch(replace(batch, teacher=TeacherTopK(batch.teacher.ids, broken), loss_mask=half), CONFIG, TOPK)
+    check_first_batch(
+        replace(batch, teacher=TeacherTopK(batch.teacher.ids, broken), loss_mask=half), TOPK, LossConfig(), "a-cache"
+    )
     absent = replace(batch, labels=torch.full_like(batch.labels, -5), label_logprob=torch.full((1, S), -30.0))
-    check_first_batch(absent, CONFIG, TOPK)
+    check_first_batch(absent, TOPK, LossConfig(), "a-cache")
 
 
 @pytest.fixture(scope="module")
