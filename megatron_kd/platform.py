@@ -71,15 +71,20 @@ def init_distributed(timeout_seconds: float = 600.0) -> tuple[int, int]:
         (rank, world size)
     """
     enable_megatron_without_cuda()
+    if _CUDA and not torch.distributed.is_initialized():
+        torch.cuda.set_device(device())
+    return join_group(backend(), timeout_seconds)
+
+
+def join_group(backend: str, timeout_seconds: float = 600.0) -> tuple[int, int]:
+    """As `init_distributed`, on a backend of choice and without Megatron-Core."""
     if not torch.distributed.is_initialized():
-        if _CUDA:
-            torch.cuda.set_device(device())
         if "WORLD_SIZE" not in os.environ:
             torch.distributed.init_process_group(
-                backend(), store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+                backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
             )
         else:
-            torch.distributed.init_process_group(backend(), timeout=timedelta(seconds=timeout_seconds))
+            torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
