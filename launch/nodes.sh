@@ -143,7 +143,7 @@ if [[ -n $dry_run ]]; then
 fi
 mkdir -p "$log_dir/node_$node_rank"
 if [[ -n $preflight ]] && ! "${examine[@]}"; then
-  echo "error: the pre-flight failed; its table, on node 0, says where and why (--no-preflight starts anyway)" >&2
+  echo "error: the pre-flight failed; its table says where and why, in the log of one node (--no-preflight starts anyway)" >&2
   exit 1
 fi
 exec "${start[@]}" # a signal for this script is one for torchrun
