@@ -106,7 +106,7 @@ def test_bad_input_is_one_message(arguments, changes, message):
 
 @pytest.mark.full
 def test_four_nodes_lose_a_worker_rejoin_and_train_as_if_nothing_had_happened(tmp_path):
-    """Four nodes on loopback, a rank each. The same four ranks sum in the same order: the losses are equal, not close."""
+    """Four nodes on loopback, a rank each. The same four ranks sum in the same order: losses are equal, not close."""
     save_llama(tmp_path / "teacher")
     write_jsonl(tmp_path / "text.jsonl", 40)
     config = tmp_path / "run.yaml"

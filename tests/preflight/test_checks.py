@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_kd.config import LossConfig, ParallelConfig, PreflightConfig, RunConfig, TeacherConfig, TrainConfig
-from megatron_kd.config import DataConfig as Data
+from megatron_kd.config import DataConfig, ParallelConfig, PreflightConfig, RunConfig, TeacherConfig, TrainConfig
 from megatron_kd.preflight.checks import check_nodes, network, table
 from megatron_kd.preflight.facts import CacheFacts, CheckpointNeed, Gpu, NodeFacts, sampled_blocks
 
@@ -13,8 +12,7 @@ GIB = 2**30
 CONFIG = RunConfig(
     run_dir="runs/x",
     teacher=TeacherConfig(model="teacher", engine="megatron", tensor=4, pipeline=2),
-    data=Data(source="text"),
-    loss=LossConfig(),
+    data=DataConfig(source="text"),
     parallel=ParallelConfig(tensor=4, pipeline=4, expert=2),
     train=TrainConfig(global_batch=128),
     preflight=PreflightConfig(gpu_memory_gib=128.0, clock_skew=5.0, bandwidth=40.0),
@@ -55,7 +53,7 @@ def test_four_good_nodes_pass_every_check():
     [
         ({"gpus": NODE.gpus[:7]}, "GPUs", "8 × NVIDIA H200 on node 0 (h), node 1 (h), node 3 (h); 7 × NVIDIA H200 on"),
         ({"gpus": ()}, "GPUs", "none on node 2 (bad)"),
-        ({"gpus": (*NODE.gpus[:7], Gpu("NVIDIA H200", 139.8, 127.9))}, "GPU memory", "127.9 GiB free at least, on node 2"),
+        ({"gpus": (*NODE.gpus[:7], Gpu("NVIDIA H200", 139.8, 127.9))}, "GPU memory", "127.9 GiB free at least"),
         ({"versions": {**NODE.versions, "torch": "2.12.1"}}, "torch", "2.12.1 on node 2 (bad)"),
         ({"versions": {**NODE.versions, "NCCL": "2.27.5"}}, "NCCL", "2.27.5 on node 2 (bad)"),
         ({"cache": CacheFacts(error="/c holds no teacher cache")}, "cache", "node 2 (bad): /c holds no teacher cache"),

@@ -147,7 +147,8 @@ def test_a_failing_rank_ends_the_job(config, tmp_path):
 def test_a_signal_ends_all_ranks_and_leaves_checkpoints_to_resume_from(config, tmp_path, how):
     """Ctrl-C reaches every process of the terminal's group; schedulers signal the launcher; a rank is killed alone.
 
-    A scheduler's signal leaves time for the step and a checkpoint. What was trained after the last checkpoint is trained again, to the same losses.
+    A scheduler's signal leaves time for the step and a checkpoint. What was trained after the last checkpoint is
+    trained again, to the same losses.
     """
     settings = {
         "run_dir": tmp_path,
