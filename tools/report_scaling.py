@@ -70,7 +70,9 @@ class Layout:
         return (1.0 if price is None else price) / 3600 / self.speed * 1e9
 
 
-def published(name: str, gpus: int, batch: int, length: int, seconds: float, tflops: float, memory: float | None):  # noqa: ANN201
+def published(
+    name: str, gpus: int, batch: int, length: int, seconds: float, tflops: float, memory: float | None
+) -> Layout:
     """A row of arXiv 2608.03796."""
     return Layout("paper: " + name, gpus, batch * length, Spread.of(seconds), Spread.of(tflops), memory)
 
