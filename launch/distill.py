@@ -17,7 +17,8 @@ if __name__ == "__main__":
 
     from megatron_kd.cache import CacheError
     from megatron_kd.entry import job, print_result
-    from megatron_kd.train.run import TrainingError, distill
+    from megatron_kd.train.metrics import TrainingError
+    from megatron_kd.train.run import distill
 
     with job(CacheError, TrainingError):
         print_result(distill(config))

@@ -38,7 +38,7 @@ def main(config: RunConfig) -> Path:
     console.stage("Distil, without Megatron")
     cache = TeacherCache.open(config.cache_url)
     weights = HfWeights(resolve_model(config.student_init, console), config.student.keep_layers)
-    check_cache(cache.manifest, config, weights)
+    check_cache(cache.manifest, config, weights, config.cache_url)
 
     device = platform.device()
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]

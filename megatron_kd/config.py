@@ -65,6 +65,7 @@ class StudentConfig:
     init: str = ""  # Hugging Face folder to start from; empty: the teacher
     keep_layers: tuple[int, ...] | None = None  # layers of `init` to keep, in this order; null: all
     recompute: bool = False  # recompute activations in backward
+    frozen: tuple[str, ...] = ()  # parameters whose Megatron names begin so are not trained: output_layer, embedding, …
 
 
 @_section
@@ -114,6 +115,8 @@ class OptimizerConfig:
     eps: float = 1.0e-8  # Adam's floor of the denominator
     clip_grad: float = 1.0  # largest gradient norm; 0: no clipping
     distributed: Literal["auto", "yes", "no"] = "auto"  # auto: where Transformer Engine or apex is installed
+    overlap_grad_reduce: bool = False  # sum gradients over replicas while the backward still runs
+    overlap_param_gather: bool = False  # gather updated parameters while the forward runs; distributed optimizer only
 
 
 @_section
@@ -122,8 +125,12 @@ class TrainConfig:
     global_batch: int = 32  # samples a step, over all ranks
     micro_batch: int = 1  # samples in one forward of one rank
     precision: Literal["bf16", "fp32"] = "bf16"  # parameters and activations; gradients are summed in fp32 in both
+    mean_over: Literal["tokens", "micro_batches"] = "tokens"  # micro_batches: mean of their means, whatever their masks
     log_interval: int = 1  # steps between two records of metrics
+    evaluate_interval: int = 0  # steps between two evaluations on evaluate_cache; 0: none
+    evaluate_cache: str = ""  # a cache of held-out samples (made with cache.split held_out and a url of its own)
     checkpoint_interval: int = 0  # steps between two checkpoints; 0: only at the end
+    checkpoint_async: bool = False  # write checkpoints in the background while training goes on
     checkpoint_dir: str = ""  # where checkpoints lie; empty: <run_dir>/checkpoints
     stop_after: int | None = None  # leave after this step with a checkpoint, as a scheduler's time limit would
 

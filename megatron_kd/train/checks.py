@@ -20,13 +20,13 @@ from megatron_kd.student.hf_weights import HfWeights
 _ROUNDING, _RELATIVE_ROUNDING = 1.0 / 64, 1.0 / 100
 
 
-def check_cache(manifest: Manifest, config: RunConfig, weights: HfWeights) -> None:
-    """Compares the cache with the configuration and the student's vocabulary.
+def check_cache(manifest: Manifest, config: RunConfig, weights: HfWeights, url: str) -> None:
+    """Compares the cache at `url` with the configuration and the student's vocabulary.
 
     Raises:
         ValueError: the first disagreement, with both values.
     """
-    loss, url = config.loss, config.cache_url
+    loss = config.loss
     tokenizer = tokenizer_hash(load_tokenizer(weights.folder))
     if manifest.tokenizer_hash != tokenizer:
         raise ValueError(

@@ -99,7 +99,7 @@ def write_checkpoint(rank, world_size, folder, checkpoint):
     """A checkpoint of the model, written by a layout that no test reads it with."""
     from megatron_kd import platform
     from megatron_kd.config import ParallelConfig
-    from megatron_kd.student.checkpoint import save_checkpoint
+    from megatron_kd.student.checkpoint import CheckpointWriter
     from megatron_kd.student.hf_weights import HfWeights
     from megatron_kd.student.model import initialize_parallel
 
@@ -109,7 +109,7 @@ def write_checkpoint(rank, world_size, folder, checkpoint):
     initialize_parallel(ParallelConfig(), seed=0)
     weights = HfWeights(folder)
     chunks, _ = megatron_twin(weights.config, weights, length=24)
-    return str(save_checkpoint(Path(checkpoint), 1, chunks, None, None))
+    return str(CheckpointWriter(Path(checkpoint)).save(1, chunks, None, None))
 
 
 def test_weights_from_a_checkpoint(tmp_path):

@@ -14,6 +14,7 @@ from megatron_kd.data.tokenizer import load_tokenizer, tokenizer_hash
 from megatron_kd.loss import TeacherTopK
 from megatron_kd.student.hf_weights import HfWeights
 from megatron_kd.train.checks import check_cache, check_first_batch
+from tests.distributed import run_ranks
 from tests.teacher.models import save_llama
 
 CONFIG = RunConfig(
@@ -84,7 +85,7 @@ def _manifest(student, **changes):
 
 
 def test_a_fitting_cache_passes(student):
-    check_cache(_manifest(student), replace(CONFIG, loss=LossConfig(k=16, temperature=2.0)), student)
+    check_cache(_manifest(student), replace(CONFIG, loss=LossConfig(k=16, temperature=2.0)), student, "a-cache")
 
 
 @pytest.mark.parametrize(
@@ -101,4 +102,30 @@ def test_a_fitting_cache_passes(student):
 )
 def test_each_disagreement_is_named_with_both_values(student, manifest, loss, message):
     with pytest.raises(ValueError, match=message):
-        check_cache(_manifest(student, **manifest), replace(CONFIG, loss=LossConfig(**loss)), student)
+        check_cache(_manifest(student, **manifest), replace(CONFIG, loss=LossConfig(**loss)), student, "a-cache")
+
+
+def _check_finite(rank, world, loss_of_rank, gradient_norm):
+    from megatron_kd import platform
+    from megatron_kd.train.metrics import TrainingError, check_finite
+
+    platform.init_distributed()
+    values = {"loss": sum(loss_of_rank), "gradient_norm": gradient_norm}
+    try:
+        check_finite(7, values, torch.tensor([loss_of_rank[rank], 5.0]), [10 * rank, 10 * rank + 1])
+    except TrainingError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("losses", "norm", "named"),
+    [
+        ((1.0, 2.0), 3.0, None),
+        ((1.0, float("nan")), 3.0, "step 7: loss nan, gradient norm 3.0; rank 1 had samples [10, 11]."),
+        ((1.0, 2.0), float("inf"), "rank 0 had samples [0, 1]; rank 1 had samples [10, 11]."),
+    ],
+)
+def test_what_is_not_finite_is_traced_to_its_rank_and_samples(losses, norm, named):
+    for message in run_ranks(_check_finite, 2, losses, norm):
+        assert named in message if named else message is None
