@@ -18,8 +18,9 @@
 #   --dry-run         show what would be run
 #
 # Everything else belongs to the program: its configuration, and fields of it. A rank that fails, a killed one too, has
-# all nodes start theirs again and go on from the newest checkpoint; when node 0 itself is lost, the job ends. What a
-# run writes, metrics and checkpoints, must lie where all nodes see it. PYTHON= chooses the interpreter.
+# all nodes start theirs again and go on from the newest checkpoint, whatever it failed of; when node 0 itself is lost,
+# the job ends. What a run writes, metrics and checkpoints, must lie where all nodes see it. PYTHON= chooses the
+# interpreter.
 set -euo pipefail
 
 fail() {
@@ -73,7 +74,7 @@ done
 [[ -n $nodes ]] || fail "--nodes is missing"
 [[ -n $config ]] || fail "--config is missing"
 [[ -f $config ]] || fail "--config $config: no such file"
-[[ -f $root/launch/$job.py ]] || fail "--job $job: there is no launch/$job.py"
+[[ $job =~ ^(distill|cache_teacher)$ ]] || fail "--job is $job: distill or cache_teacher is needed"
 for number in nodes port gpus max_restarts; do
   [[ ${!number} =~ ^[0-9]+$ ]] || fail "--${number//_/-} is ${!number}: a number is needed"
 done

@@ -14,10 +14,13 @@ import contextlib
 import importlib.util
 import os
 import resource
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -62,6 +65,18 @@ def has_transformer_engine() -> bool:
 def has_accumulating_gemm() -> bool:
     """Whether NVIDIA apex's GEMM that adds into an fp32 gradient buffer is there."""
     return _CUDA and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def megatron_version() -> str:
+    """Megatron-Core's; it is not imported, which takes seconds, nor need it have a package's metadata.
+
+    NVIDIA's NeMo images hold it without.
+    """
+    try:
+        return version("megatron-core")
+    except PackageNotFoundError:
+        folder = Path(str(importlib.util.find_spec("megatron.core").origin)).parent  # type: ignore[union-attr]
+        return str(runpy.run_path(str(folder / "package_info.py"))["__version__"])
 
 
 def init_distributed(timeout_seconds: float = 600.0) -> tuple[int, int]:

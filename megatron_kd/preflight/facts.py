@@ -5,17 +5,15 @@ Collectives: none. Nothing here raises for a fault of the node; a fault is a fac
 
 from __future__ import annotations
 
-import importlib.util
-import platform as python_platform
-import runpy
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
+from megatron_kd import platform
 from megatron_kd.cache import BlockStore, CacheError, free_space, verify
 from megatron_kd.cache.store import open_store
 from megatron_kd.config import RunConfig
@@ -94,30 +92,21 @@ def versions() -> dict[str, str]:
     """Of everything that must be the same on all nodes for ranks to understand each other."""
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
     return {
-        "python": python_platform.python_version(),
+        "python": sys.version.split()[0],
         "torch": torch.__version__,
-        "megatron-core": _megatron_version(),
-        "transformer-engine": _package_version("transformer-engine"),
+        "megatron-core": platform.megatron_version(),
+        "transformer-engine": _version_or_none("transformer-engine"),
         "CUDA": torch.version.cuda or "none",
         "NCCL": ".".join(map(str, nccl)) or "none",
-        "zarr": _package_version("zarr"),
+        "zarr": _version_or_none("zarr"),
     }
 
 
-def _package_version(name: str) -> str:
+def _version_or_none(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
         return "none"
-
-
-def _megatron_version() -> str:
-    """Megatron-Core's, which NVIDIA's images hold without a package's metadata; importing it would take seconds."""
-    found = _package_version("megatron-core")
-    spec = importlib.util.find_spec("megatron.core") if found == "none" else None
-    if spec is None or spec.origin is None:
-        return found
-    return str(runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))["__version__"])
 
 
 def cache_facts(url: str, sample: int | None, node: int, nodes: int) -> CacheFacts:

@@ -92,7 +92,7 @@ def test_one_node_needs_to_be_told_nothing():
         (["--node-rank", "1"], {}, "--master is missing"),
         (["--node-rank"], {}, "--node-rank: a value is missing"),
         (["--master", "h", "--node-rank", "1"], {"SLURM_NNODES": "2"}, "--nodes is 4, but Slurm gave 2"),
-        (["--master", "h", "--node-rank", "1", "--job", "evaluate"], {}, "no launch/evaluate.py"),
+        (["--master", "h", "--node-rank", "1", "--job", "evaluate"], {}, "--job is evaluate"),
         (["--master", "h", "--node-rank", "1", "--gpus", "all"], {}, "--gpus is all"),
         (["--master", "h", "--node-rank", "1", "--config", "absent.yaml"], {}, "absent.yaml: no such file"),
     ],

@@ -1,10 +1,15 @@
 """The examination itself, on two processes that stand for nodes: every fact measured, faults injected."""
 
 import dataclasses
+import subprocess
+import sys
 import time
+from importlib.metadata import PackageNotFoundError, version
+from unittest.mock import Mock
 
 import pytest
 
+from megatron_kd import platform
 from megatron_kd.cache import CacheWriter
 from megatron_kd.config_io import load_config
 from megatron_kd.preflight.facts import CHECKPOINT_BYTES, checkpoint_need, node_facts
@@ -71,6 +76,13 @@ def test_two_nodes_are_examined_and_every_fault_is_found(run):
     assert not list((folder / "run").glob(".preflight*"))
 
 
+def test_the_command_prints_the_table_and_fails(run):
+    command = [sys.executable, "-m", "megatron_kd.cli", "preflight", "--config", str(run), "--gpus-per-node", "0"]
+    done = subprocess.run([*command, "--preflight.disk_gib", "1e9"], capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED")] == ["disk"]
+
+
 def test_disk_is_asked_for_the_checkpoints_still_to_come(run):
     """The teacher of tests/teacher/models.py, tied: V·D + L·(2·D² + 2·D·(D/2) + 3·D·F + 2·D) + D parameters."""
     d, f, v = 32, 48, 300
@@ -83,3 +95,9 @@ def test_disk_is_asked_for_the_checkpoints_still_to_come(run):
     assert need.bytes == 2 * parameters * CHECKPOINT_BYTES["fp32"]
     missing = checkpoint_need(load_config(run, ["--student.init", str(run.parent)]))
     assert "config.json" in missing.error
+
+
+def test_megatron_cores_version_is_found_without_metadata(monkeypatch):
+    known = platform.megatron_version()
+    monkeypatch.setattr(platform, "version", Mock(side_effect=PackageNotFoundError))
+    assert platform.megatron_version() == known == version("megatron-core")
