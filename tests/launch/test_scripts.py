@@ -11,7 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_kd.config_io import load_config
 from megatron_kd.console import read_steps
+from megatron_kd.teacher.run import cache_teacher
 from tests.data.texts import write_jsonl
 from tests.teacher.models import save_llama
 from tests.train.test_run import CONFIG, run
@@ -111,7 +113,7 @@ def test_four_nodes_lose_a_worker_rejoin_and_train_as_if_nothing_had_happened(tm
     write_jsonl(tmp_path / "text.jsonl", 40)
     config = tmp_path / "run.yaml"
     config.write_text(CONFIG.format(folder=tmp_path))
-    run("launch/cache_teacher.py", config=config)
+    cache_teacher(load_config(config))
     settings = {"train__steps": 20, "train__checkpoint_interval": 5}
     run("launch/distill.py", ranks=4, config=config, run_dir=tmp_path / "undisturbed",
         cache__url=tmp_path / "run/teacher.zarr", **settings)  # fmt: skip
