@@ -76,7 +76,8 @@ def megatron_version() -> str:
         return version("megatron-core")
     except PackageNotFoundError:
         folder = Path(str(importlib.util.find_spec("megatron.core").origin)).parent  # type: ignore[union-attr]
-        return str(runpy.run_path(str(folder / "package_info.py"))["__version__"])
+        # From 0.19 on it adds the commit of whatever repository it lies in.
+        return str(runpy.run_path(str(folder / "package_info.py"))["__version__"]).split("+")[0]
 
 
 def init_distributed(timeout_seconds: float = 600.0) -> tuple[int, int]:

@@ -222,6 +222,8 @@ def test_a_signal_ends_all_ranks_and_leaves_checkpoints_to_resume_from(config, t
     assert reached < 400
     if how == signal.SIGTERM:
         assert (tmp_path / f"checkpoints/step_{reached:08d}").exists()
+    if how != signal.SIGKILL:  # the way back is the same for all
+        return
     resumed = run("launch/distill.py", ranks=2, config=config, train__stop_after=reached + 3, **settings)
     assert "resumed from" in resumed.stderr
     after = losses(tmp_path)
