@@ -142,6 +142,15 @@ class EvaluateConfig:
 
 
 @_section
+class PreflightConfig:
+    gpu_memory_gib: float | None = None  # what every GPU must have free, as `megatron-kd plan` says; null: only shown
+    disk_gib: float | None = None  # what must be free for checkpoints; null: those to come, by the student's parameters
+    cache_blocks: int | None = 4  # blocks of the cache that each node decodes; null: all, divided among the nodes
+    clock_skew: float = 5.0  # seconds that the nodes' clocks may be apart
+    bandwidth: float = 0.0  # GB/s that an all-reduce between the nodes must reach; 0: only shown
+
+
+@_section
 class RunConfig:
     run_dir: str  # everything the run writes, unless a field below says otherwise
     seed: int = 1234  # order of the samples
@@ -154,6 +163,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
 
     @property
     def samples_dir(self) -> Path:

@@ -134,8 +134,9 @@ def make_manifest(config: RunConfig, folder: Path, samples: SampleSet) -> Manife
 
 
 def _engine_version(teacher: TeacherConfig) -> dict[str, str]:
-    package = {"hf": "transformers", "megatron": "megatron-core"}[teacher.engine]
-    return {package: version(package)}
+    if teacher.engine == "megatron":
+        return {"megatron-core": platform.megatron_version()}
+    return {"transformers": version("transformers")}
 
 
 def _show_plan(config: RunConfig, manifest: Manifest, missing: int, replica: Replica, console: Console) -> None:
