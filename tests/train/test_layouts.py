@@ -249,7 +249,7 @@ def allow_sequence_parallel():
     WrappedTorchNorm.__new__ = staticmethod(norm)
 
 
-@pytest.mark.parametrize(("ranks", "cells"), by_ranks())
+@pytest.mark.parametrize(("ranks", "cells"), list(by_ranks()))
 def test_steps_are_the_same_under_every_layout(tmp_path, ranks, cells):
     folders = {cell.model: str(save_random_model(tmp_path / cell.model, FAMILY[cell.model])) for cell in cells}
     references = sorted({cell.reference for cell in cells}, key=str)
