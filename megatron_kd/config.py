@@ -98,7 +98,7 @@ class ParallelConfig:
     tensor: int = 1  # tensor-parallel ranks
     pipeline: int = 1  # pipeline stages
     context: int = 1  # context-parallel ranks
-    expert: int = 1  # expert-parallel ranks
+    expert: int = 1  # ranks that share out the experts; taken from the tensor- and data-parallel ones
     virtual_pipeline: int | None = None  # model chunks a pipeline stage; null: no interleaving
     sequence_parallel: bool = False  # shard activations between the tensor-parallel ranks over the sequence
 

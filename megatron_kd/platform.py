@@ -140,6 +140,18 @@ def enable_megatron_without_cuda() -> None:
     megatron_random._get_cuda_rng_state = _get_rng_state
     megatron_random._set_cuda_rng_state = _set_rng_state
 
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.maybe_move_tensor_to_cpu = _moved_to_cpu
+
+
+def supply_te_general_gemm() -> None:
+    """Defines a name that Megatron-Core 0.16's router looks up, and does not define without Transformer Engine."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
 
 def enable_megatron_training_without_cuda() -> None:
     """Lets `megatron.training.pretrain` run on the CPU, with `--distributed-backend gloo` and local layers.
@@ -192,6 +204,11 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool
     torch.set_rng_state(new_state)
 
 
+def _moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron-Core's converts to numpy only what it has moved; all_to_all takes numpy's sizes but not a tensor's."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 class _Stream:
     """A stream on a device that has only one: everything is already in order."""
 
@@ -207,7 +224,10 @@ class _Stream:
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    wait_stream = wait_event = record_event = synchronize = record = wait = _nothing
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
 
     def query(self) -> bool:
         return True

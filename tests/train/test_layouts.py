@@ -54,7 +54,7 @@ class Cell:
         return Cell(self.model, micro_batch=micro_batch, frozen=self.frozen, mean_over=self.mean_over)
 
 
-TIED, UNTIED = "llama, tied", "llama 3, untied"
+TIED, UNTIED, EXPERTS = "llama, tied", "llama 3, untied", "gpt-oss"
 HEAD = ("output_layer",)
 CELLS = [
     Cell(UNTIED, micro_batch=4, recompute=True, backward="in_forward"),
@@ -64,6 +64,8 @@ CELLS = [
     Cell(TIED, ParallelConfig(pipeline=2, virtual_pipeline=2), backward="in_forward"),
     Cell(UNTIED, data_parallel=True, distributed="yes", overlap=True, backward="in_forward"),
     Cell(TIED, data_parallel=True, mean_over="micro_batches"),
+    Cell(EXPERTS, ParallelConfig(expert=2), data_parallel=True, micro_batch=2, recompute=True),
+    Cell(EXPERTS, ParallelConfig(tensor=2, expert=2, sequence_parallel=True), backward="in_forward"),
 ]
 MORE_CELLS = [
     Cell(TIED, micro_batch=2),
@@ -77,6 +79,11 @@ MORE_CELLS = [
     Cell(TIED, ParallelConfig(tensor=2, pipeline=2), micro_batch=2),
     Cell(UNTIED, ParallelConfig(tensor=2), data_parallel=True),
     Cell("qwen2, biases", ParallelConfig(pipeline=2), data_parallel=True, backward="in_forward"),
+    Cell(EXPERTS, ParallelConfig(expert=2), data_parallel=True, distributed="yes"),
+    Cell(EXPERTS, ParallelConfig(tensor=2, sequence_parallel=True), micro_batch=2),
+    Cell(EXPERTS, ParallelConfig(tensor=2, expert=4, sequence_parallel=True), data_parallel=True),
+    Cell(EXPERTS, ParallelConfig(tensor=2, expert=2, sequence_parallel=True), data_parallel=True, micro_batch=2),
+    Cell(EXPERTS, ParallelConfig(pipeline=2, expert=2), data_parallel=True),
 ]
 
 
@@ -216,7 +223,6 @@ def layouts(rank, world_size, folders, file, cells):
     from megatron_kd.student.hf_weights import HfWeights
 
     platform.init_distributed()
-    allow_sequence_parallel()
     references, found = torch.load(file, weights_only=False), {}
     for cell in cells:
         _, _, gradients, figures = two_steps(folders[cell.model], cell)
@@ -234,19 +240,6 @@ def layouts(rank, world_size, folders, file, cells):
         # cover it.
         found[cell] = figures, wanted_figures, worst if cell.distributed == "no" else 0.0
     return found
-
-
-def allow_sequence_parallel():
-    """Megatron's wrapper of torch's norms refuses sequence parallelism, under which their weights need marking only."""
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    def norm(cls, config, hidden_size, eps=1e-5, **unused):
-        layer = torch.nn.RMSNorm(hidden_size, eps)
-        if hidden_size == config.hidden_size:  # of positions; norms of heads are summed over ranks in any case
-            layer.weight.sequence_parallel = config.sequence_parallel
-        return layer
-
-    WrappedTorchNorm.__new__ = staticmethod(norm)
 
 
 @pytest.mark.parametrize(("ranks", "cells"), list(by_ranks()))
