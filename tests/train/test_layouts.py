@@ -59,7 +59,7 @@ HEAD = ("output_layer",)
 CELLS = [
     Cell(UNTIED, micro_batch=4, recompute=True, backward="in_forward"),
     Cell("qwen2, biases", ParallelConfig(tensor=2), micro_batch=2, backward="in_forward"),
-    Cell("qwen3, norms", ParallelConfig(tensor=2, sequence_parallel=True), micro_batch=2, frozen=HEAD),
+    Cell(UNTIED, ParallelConfig(tensor=2, sequence_parallel=True), micro_batch=2, frozen=HEAD),
     Cell(UNTIED, ParallelConfig(pipeline=2), micro_batch=2, recompute=True),
     Cell(TIED, ParallelConfig(pipeline=2, virtual_pipeline=2), backward="in_forward"),
     Cell(UNTIED, data_parallel=True, distributed="yes", overlap=True, backward="in_forward"),
@@ -72,7 +72,7 @@ MORE_CELLS = [
     Cell(TIED, ParallelConfig(tensor=2), recompute=True),
     Cell("qwen3, norms", ParallelConfig(pipeline=2), backward="in_forward"),
     Cell(UNTIED, ParallelConfig(pipeline=2), frozen=HEAD, backward="in_forward"),
-    Cell(UNTIED, ParallelConfig(tensor=2, sequence_parallel=True), backward="in_forward"),
+    Cell("qwen3, norms", ParallelConfig(tensor=2, sequence_parallel=True), backward="in_forward"),
     Cell(UNTIED, data_parallel=True, backward="in_forward"),
     Cell(UNTIED, data_parallel=True, overlap=True),
     Cell(TIED, data_parallel=True, micro_batch=2, distributed="yes"),
