@@ -29,7 +29,6 @@ def main(config: RunConfig) -> Path:
     from megatron_kd.data.order import SampleOrder
     from megatron_kd.loss import fused_linear_kl
     from megatron_kd.student.hf_weights import HfWeights, save_hf
-    from megatron_kd.teacher.engine import positions_in_documents
     from megatron_kd.teacher.hf import HfEngine
     from megatron_kd.teacher.weights import resolve_model
     from megatron_kd.train.checks import check_cache, checked
@@ -74,11 +73,8 @@ def main(config: RunConfig) -> Path:
             tokens = sum(batch.loss_mask.sum() for batch in batches)  # the step's loss is a mean over all of them
             sums = {"loss": 0.0, "kd": 0.0, "ce": 0.0, "tail": 0.0, "support": 0.0}
             for batch in batches:
-                hidden = model.base_model(
-                    input_ids=batch.tokens, position_ids=positions_in_documents(batch.segment), use_cache=False
-                ).last_hidden_state
                 losses = fused_linear_kl(
-                    hidden,
+                    engine.forward(batch.tokens, batch.segment),
                     head.weight,
                     batch.teacher,
                     objective=config.loss.objective,

@@ -30,6 +30,7 @@ class TeacherConfig:
     engine: Literal["hf", "megatron"] = "hf"  # hf: transformers, a replica a rank; megatron: split over ranks
     tensor: int = 1  # engine megatron: tensor-parallel ranks of a replica
     pipeline: int = 1  # engine megatron: pipeline stages of a replica
+    expert: int = 1  # engine megatron: ranks that share out the experts, tensor-parallel ones among them
     checkpoint: str = ""  # engine megatron: weights from this Megatron checkpoint; empty: those of `model`
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the device computes in it
     micro_batch: int = 4  # samples in one forward; never crosses a block, so it is part of the cache's identity
