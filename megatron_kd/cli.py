@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     _add_commands(commands)
     arguments, overrides = parser.parse_known_args(argv)
     config_file = getattr(arguments, "config", None)
-    if config_file is None and overrides:
+    arguments.overrides = overrides
+    if config_file is None and overrides and arguments.run is not _plan:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
 
     from megatron_kd.entry import job
@@ -49,6 +50,12 @@ def _add_commands(commands: argparse._SubParsersAction) -> None:
     preflight.add_argument("--gpus-per-node", type=int, metavar="N", help="0: on the CPU; default: all of node 0's")
 
     from megatron_kd.cache.cli import add_commands as add_cache_commands
+    from megatron_kd.plan.cli import add_arguments as add_plan_arguments
+
+    purpose = "memory, step time and cost of runs, side by side, before any GPU is rented"
+    plan = commands.add_parser("plan", help=purpose, description=purpose)
+    add_plan_arguments(plan)
+    plan.set_defaults(run=_plan)
 
     purpose = "look at, verify, mend and merge teacher caches"
     cache = commands.add_parser("cache", help=purpose, description=purpose)
@@ -98,6 +105,12 @@ def _export(arguments: argparse.Namespace) -> None:
     output = arguments.output or _student_folder(config)
     console.quantity("checkpoint", export_checkpoint(config, output))
     print(output)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from megatron_kd.plan.cli import plan
+
+    plan(arguments, arguments.overrides)
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+# fused: the logits exist one chunk at a time. forward_chunked, dense: the baselines, on whole logits. online: a teacher
+# in memory and no cache, fused likewise; online_dense: the same on whole logits.
+Implementation = Literal["fused", "forward_chunked", "dense", "online", "online_dense"]
+
 
 def _section(cls: type[_T]) -> type[_T]:
     """A frozen, keyword-only dataclass that rejects unknown keys when it is loaded."""
@@ -27,6 +31,7 @@ def _section(cls: type[_T]) -> type[_T]:
 @_section
 class TeacherConfig:
     model: str  # Hugging Face folder or name, a .gguf file, or package:NAME for weights inside an installed package
+    config: str = ""  # its config.json, for planning where `model` is not at hand; empty: that of `model`
     engine: Literal["hf", "megatron"] = "hf"  # hf: transformers, a replica a rank; megatron: split over ranks
     tensor: int = 1  # engine megatron: tensor-parallel ranks of a replica
     pipeline: int = 1  # engine megatron: pipeline stages of a replica
@@ -64,6 +69,7 @@ class CacheConfig:
 @_section
 class StudentConfig:
     init: str = ""  # Hugging Face folder to start from; empty: the teacher
+    config: str = ""  # its config.json, for planning where `init` is not at hand; empty: that of `init`
     keep_layers: tuple[int, ...] | None = None  # layers of `init` to keep, in this order; null: all
     recompute: bool = False  # recompute activations in backward
     frozen: tuple[str, ...] = ()  # parameters whose Megatron names begin so are not trained: output_layer, embedding, …
@@ -71,6 +77,7 @@ class StudentConfig:
 
 @_section
 class LossConfig:
+    implementation: Implementation = "fused"  # what forms the loss; the online ones want a resident teacher, no cache
     kind: Literal["ghost", "truncated", "renormalized"] = "ghost"  # what happens to the teacher's mass off the entries
     k: int | None = None  # use only the k most probable entries of the cache; null: all it holds
     temperature: float = 1.0  # softens teacher and student; the cache must store it
@@ -152,6 +159,18 @@ class PreflightConfig:
 
 
 @_section
+class HardwareConfig:
+    device: str = "H200"  # what the figures below belong to; configs/hardware has them for others, with sources
+    nodes: int = 1  # machines
+    gpus_per_node: int = 8  # GPUs of one
+    memory_gib: float = 139.8  # of a GPU, as its driver reports it
+    tflops: float = 989.0  # dense bf16 peak of a GPU
+    memory_gb_s: float = 4800.0  # bandwidth of a GPU's memory
+    link_gb_s: float = 450.0  # between GPUs of a node, each way
+    network_gb_s: float = 50.0  # between nodes, of one GPU, each way
+
+
+@_section
 class RunConfig:
     run_dir: str  # everything the run writes, unless a field below says otherwise
     seed: int = 1234  # order of the samples
@@ -165,6 +184,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     preflight: PreflightConfig = field(default_factory=PreflightConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     @property
     def samples_dir(self) -> Path:

@@ -25,18 +25,14 @@ class ConfigError(ValueError):
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a run's YAML file and applies `--section.key value` overrides.
 
+    A file may begin with `base: FILE` or `base: [FILE, …]`, beside itself: it then says only what differs from them,
+    and a later file from an earlier one.
+
     Raises:
         ConfigError: file missing, not YAML, unknown key (names the nearest known one), value of the wrong type.
     """
     path = Path(path)
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a mapping of sections is needed, found {type(values).__name__}")
+    values = _read(path, ())
     for key, value in _parse_overrides(overrides):
         *sections, name = key.split(".")
         target = values
@@ -89,6 +85,30 @@ def field_comments(cls: type) -> dict[str, str]:
     """The comment beside each field of a configuration dataclass, by the field's name."""
     pattern = re.compile(r"^    (\w+): .*?  # (.*)$", re.MULTILINE)
     return dict(pattern.findall(inspect.getsource(cls)))
+
+
+def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
+    """The mapping in a file, laid over those of its bases. `below`: the files whose base this one is."""
+    if path.resolve() in below:
+        raise ConfigError(f"{path}: is its own base")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a mapping of sections is needed, found {type(values).__name__}")
+    bases = values.pop("base", [])
+    merged: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged = _overlay(merged, _read(path.parent / base, (*below, path.resolve())))
+    return _overlay(merged, values)
+
+
+def _overlay(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    both = {key for key in lower.keys() & upper.keys() if isinstance(lower[key], dict) and isinstance(upper[key], dict)}
+    return {**lower, **upper, **{key: _overlay(lower[key], upper[key]) for key in both}}
 
 
 def _parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:

@@ -65,3 +65,21 @@ def test_every_field_is_documented():
     lines = [line.split() for line in describe_fields().splitlines()[1:]]
     undocumented = [words[0] for words in lines if len(words) < 2 or words[1].startswith("[")]
     assert undocumented == []
+
+
+def test_a_file_says_what_differs_from_its_bases(tmp_path):
+    """A later base is laid over an earlier one, the file over both; sections merge, lists and values replace."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "one.yaml").write_text(MINIMAL + "train: {steps: 7, global_batch: 4}\nstudent: {keep_layers: [1, 2]}\n")
+    (tmp_path / "sub" / "two.yaml").write_text("train: {steps: 8}\n")
+    top = tmp_path / "top.yaml"
+    top.write_text("base: [one.yaml, sub/two.yaml]\nstudent: {keep_layers: [3]}\n")
+    config = load_config(top, ["--train.micro_batch", "2"])
+    assert (config.train.steps, config.train.global_batch, config.train.micro_batch) == (8, 4, 2)
+    assert (config.student.keep_layers, config.teacher.model) == ((3,), "a")
+    (tmp_path / "one.yaml").write_text("base: top.yaml\n")
+    with pytest.raises(ConfigError, match="is its own base"):
+        load_config(top)
+    top.write_text("base: nowhere.yaml\n")
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        load_config(top)

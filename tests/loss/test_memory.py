@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_kd.loss import TeacherTopK, fused_linear_kl
+from megatron_kd.plan.allocator import measure
 from tests.loss.cases import DEVICES
-from tools.allocator import measure
 
 
 def head(n, d, v, k, dtype=torch.float32, device="cpu"):
@@ -21,9 +21,9 @@ def head(n, d, v, k, dtype=torch.float32, device="cpu"):
     return hidden, weight, TeacherTopK(ids.to(device), logprobs.to(device))
 
 
-def peak(hidden, weight, teacher, **arguments):
+def peak(hidden, weight, teacher, function=fused_linear_kl, **arguments):
     def step():
-        loss = fused_linear_kl(hidden, weight, teacher, **arguments).loss.sum()
+        loss = function(hidden, weight, teacher, **arguments).loss.sum()
         return torch.autograd.grad(loss, (hidden, weight))
 
     few = TeacherTopK(teacher.ids[:8], teacher.logprobs[:8])

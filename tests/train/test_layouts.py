@@ -42,6 +42,7 @@ class Cell:
     data_parallel: bool = False  # two replicas
     frozen: tuple[str, ...] = ()
     mean_over: str = "tokens"
+    implementation: str = "fused"
 
     @property
     def ranks(self) -> int:
@@ -70,6 +71,8 @@ CELLS = [
 MORE_CELLS = [
     Cell(TIED, micro_batch=2),
     Cell(TIED, ParallelConfig(tensor=2), recompute=True),
+    Cell(UNTIED, ParallelConfig(tensor=2), implementation="dense"),
+    Cell(TIED, ParallelConfig(tensor=2), micro_batch=2, implementation="forward_chunked"),
     Cell("qwen3, norms", ParallelConfig(pipeline=2), backward="in_forward"),
     Cell(UNTIED, ParallelConfig(pipeline=2), frozen=HEAD, backward="in_forward"),
     Cell("qwen3, norms", ParallelConfig(tensor=2, sequence_parallel=True), backward="in_forward"),
@@ -101,7 +104,13 @@ def run_config(folder, cell) -> RunConfig:
         teacher=TeacherConfig(model=str(folder)),
         data=DataConfig(source="unused", sequence_length=LENGTH),
         student=StudentConfig(recompute=cell.recompute, frozen=cell.frozen),
-        loss=LossConfig(kind="ghost", ce_weight=0.3, chunk_tokens=5, backward=cell.backward),  # type: ignore[arg-type]
+        loss=LossConfig(
+            implementation=cell.implementation,  # type: ignore[arg-type]
+            kind="ghost",
+            ce_weight=0.3,
+            chunk_tokens=5,
+            backward=cell.backward,  # type: ignore[arg-type]
+        ),
         parallel=cell.parallel,
         optimizer=OptimizerConfig(
             lr=1e-3,
