@@ -35,6 +35,7 @@ class TeacherConfig:
     engine: Literal["hf", "megatron"] = "hf"  # hf: transformers, a replica a rank; megatron: split over ranks
     tensor: int = 1  # engine megatron: tensor-parallel ranks of a replica
     pipeline: int = 1  # engine megatron: pipeline stages of a replica
+    expert: int = 1  # engine megatron: ranks that share out the experts, tensor-parallel ones among them
     checkpoint: str = ""  # engine megatron: weights from this Megatron checkpoint; empty: those of `model`
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the device computes in it
     micro_batch: int = 4  # samples in one forward; never crosses a block, so it is part of the cache's identity
@@ -43,7 +44,7 @@ class TeacherConfig:
 
 @_section
 class DataConfig:
-    source: str  # text file or folder, .jsonl, .parquet, saved data set, Megatron .bin, or python-docs (Python's own)
+    source: str  # text file, .jsonl, .parquet, folder, data set, Megatron .bin; python-docs; samples-dir: prepared ones
     field: str = "text"  # the field that holds the text, or a conversation: a list of {role, content}
     sequence_length: int = 512  # positions in a packed sample
     document_multiple: int = 1  # documents are filled up to a multiple of it; 2 · parallel.context where that is > 1
@@ -71,6 +72,7 @@ class StudentConfig:
     config: str = ""  # its config.json, for planning where `init` is not at hand; empty: that of `init`
     keep_layers: tuple[int, ...] | None = None  # layers of `init` to keep, in this order; null: all
     recompute: bool = False  # recompute activations in backward
+    frozen: tuple[str, ...] = ()  # parameters whose Megatron names begin so are not trained: output_layer, embedding, …
 
 
 @_section
@@ -121,6 +123,8 @@ class OptimizerConfig:
     eps: float = 1.0e-8  # Adam's floor of the denominator
     clip_grad: float = 1.0  # largest gradient norm; 0: no clipping
     distributed: Literal["auto", "yes", "no"] = "auto"  # auto: where Transformer Engine or apex is installed
+    overlap_grad_reduce: bool = False  # sum gradients over replicas while the backward still runs
+    overlap_param_gather: bool = False  # gather updated parameters while the forward runs; distributed optimizer only
 
 
 @_section
@@ -129,8 +133,12 @@ class TrainConfig:
     global_batch: int = 32  # samples a step, over all ranks
     micro_batch: int = 1  # samples in one forward of one rank
     precision: Literal["bf16", "fp32"] = "bf16"  # parameters and activations; gradients are summed in fp32 in both
+    mean_over: Literal["tokens", "micro_batches"] = "tokens"  # micro_batches: mean of their means, whatever their masks
     log_interval: int = 1  # steps between two records of metrics
+    evaluate_interval: int = 0  # steps between two evaluations on evaluate_cache; 0: none
+    evaluate_cache: str = ""  # a cache of held-out samples (made with cache.split held_out and a url of its own)
     checkpoint_interval: int = 0  # steps between two checkpoints; 0: only at the end
+    checkpoint_async: bool = False  # write checkpoints in the background while training goes on
     checkpoint_dir: str = ""  # where checkpoints lie; empty: <run_dir>/checkpoints
     stop_after: int | None = None  # leave after this step with a checkpoint, as a scheduler's time limit would
 
@@ -139,6 +147,15 @@ class TrainConfig:
 class EvaluateConfig:
     samples: int | None = None  # held-out samples to evaluate on; null: all
     micro_batch: int = 4  # samples in one forward
+
+
+@_section
+class PreflightConfig:
+    gpu_memory_gib: float | None = None  # what every GPU must have free, as `megatron-kd plan` says; null: only shown
+    disk_gib: float | None = None  # what must be free for checkpoints; null: those to come, by the student's parameters
+    cache_blocks: int | None = 4  # blocks of the cache that each node decodes; null: all, divided among the nodes
+    clock_skew: float = 5.0  # seconds that the nodes' clocks may be apart
+    bandwidth: float = 0.0  # GB/s that an all-reduce between the nodes must reach; 0: only shown
 
 
 @_section
@@ -166,6 +183,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     @property

@@ -72,13 +72,19 @@ def describe_fields() -> str:
     for section in dataclasses.fields(RunConfig):
         section_type = get_type_hints(RunConfig)[section.name]
         if not dataclasses.is_dataclass(section_type):
-            lines.append(f"  --{section.name:<34} {_comments(RunConfig).get(section.name, '')}")
+            lines.append(f"  --{section.name:<34} {field_comments(RunConfig).get(section.name, '')}")
             continue
-        comments = _comments(section_type)
+        comments = field_comments(section_type)
         for item in dataclasses.fields(section_type):
             default = "" if item.default is dataclasses.MISSING else f" [{item.default}]"
             lines.append(f"  --{section.name + '.' + item.name:<34} {comments.get(item.name, '')}{default}")
     return "\n".join(lines)
+
+
+def field_comments(cls: type) -> dict[str, str]:
+    """The comment beside each field of a configuration dataclass, by the field's name."""
+    pattern = re.compile(r"^    (\w+): .*?  # (.*)$", re.MULTILINE)
+    return dict(pattern.findall(inspect.getsource(cls)))
 
 
 def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
@@ -139,8 +145,3 @@ def _known_keys(location: Sequence[str]) -> list[str]:
     for section in location:
         cls = get_type_hints(cls)[section]
     return [item.name for item in dataclasses.fields(cls)]
-
-
-def _comments(cls: type) -> dict[str, str]:
-    pattern = re.compile(r"^    (\w+): .*?  # (.*)$", re.MULTILINE)
-    return dict(pattern.findall(inspect.getsource(cls)))

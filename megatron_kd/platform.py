@@ -11,14 +11,18 @@ Collectives: none but the process group's own set-up.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import resource
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from types import TracebackType
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -64,6 +68,19 @@ def has_accumulating_gemm() -> bool:
     return _CUDA and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
+def megatron_version() -> str:
+    """Megatron-Core's; it is not imported, which takes seconds, nor need it have a package's metadata.
+
+    NVIDIA's NeMo images hold it without.
+    """
+    try:
+        return version("megatron-core")
+    except PackageNotFoundError:
+        folder = Path(str(importlib.util.find_spec("megatron.core").origin)).parent  # type: ignore[union-attr]
+        # From 0.19 on it adds the commit of whatever repository it lies in.
+        return str(runpy.run_path(str(folder / "package_info.py"))["__version__"]).split("+")[0]
+
+
 def init_distributed(timeout_seconds: float = 600.0) -> tuple[int, int]:
     """Joins torchrun's process group, or makes one of a single process.
 
@@ -71,15 +88,20 @@ def init_distributed(timeout_seconds: float = 600.0) -> tuple[int, int]:
         (rank, world size)
     """
     enable_megatron_without_cuda()
+    if _CUDA and not torch.distributed.is_initialized():
+        torch.cuda.set_device(device())
+    return join_group(backend(), timeout_seconds)
+
+
+def join_group(backend: str, timeout_seconds: float = 600.0) -> tuple[int, int]:
+    """As `init_distributed`, on a backend of choice and without Megatron-Core."""
     if not torch.distributed.is_initialized():
-        if _CUDA:
-            torch.cuda.set_device(device())
         if "WORLD_SIZE" not in os.environ:
             torch.distributed.init_process_group(
-                backend(), store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+                backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
             )
         else:
-            torch.distributed.init_process_group(backend(), timeout=timedelta(seconds=timeout_seconds))
+            torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
@@ -129,6 +151,25 @@ def supply_te_general_gemm() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def enable_megatron_training_without_cuda() -> None:
+    """Lets `megatron.training.pretrain` run on the CPU, with `--distributed-backend gloo` and local layers.
+
+    Does nothing where CUDA is present. Otherwise to be called before `megatron.training` parses its arguments.
+    """
+    if _CUDA:
+        return
+    enable_megatron_without_cuda()
+    # It makes its process groups where there are devices; those before generation 10 it wants in one hardware queue.
+    torch.cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(major=10)
+
+    from megatron.core.datasets import utils as dataset_utils
+    from megatron.training import training
+
+    training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
+    dataset_utils.compile_helpers = lambda: None  # they come built with the package, without a Makefile
 
 
 class _CudaMeansCpu(TorchFunctionMode):

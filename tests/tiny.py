@@ -62,6 +62,7 @@ FAMILY = {
         rope_parameters=YARN_ROPE,
     ),
 }
+EXPERTS = ("mixtral", "qwen3 moe", "gpt-oss")
 
 
 def megatron_twin(config, tensors, length, parallel=None):

@@ -1,10 +1,11 @@
 """Size and reading speed of the teacher cache, beside plain alternatives, on the targets of an existing cache.
 
-    python tools/bench_cache.py runs/quickstart/teacher.zarr [--samples 64] [--rounds 5] [--csv FILE]
+    python tools/bench_cache.py runs/quickstart/teacher.zarr [--positions 4096] [--samples 64] [--rounds 5] [--csv FILE]
 
-The targets are read once and written again in every format, into a temporary folder. Then all formats are read in
-turn, round after round, so that a change of the machine's speed meets them alike; the table shows medians. What is
-read: token ids as integers and log-probs as float32, [samples, positions, K].
+The targets are read once, joined into samples of the length asked for, repeated until there are enough of them, and
+written again in every format, into a temporary folder. Then all formats are read in turn, round after round, so that a
+change of the machine's speed meets them alike; the table shows medians. What is read: token ids as integers and
+log-probs as float32, [samples, positions, K].
 
     shuffled   batches of 8 samples in random order, as a trainer reads
     random     one sample at a time
@@ -59,24 +60,24 @@ def main() -> None:
     """Run the comparison and print it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("cache", help="an existing cache, whose targets are used")
-    parser.add_argument("--samples", type=int, default=64, help="how many samples of it (default 64)")
+    parser.add_argument("--positions", type=int, help="in a sample, a multiple of the cache's (default: those)")
+    parser.add_argument("--samples", type=int, default=64, help="how many samples (default 64)")
     parser.add_argument("--rounds", type=int, default=5, help="how often each reading is timed (default 5)")
     parser.add_argument("--csv", type=Path, help="where to write the table")
     arguments = parser.parse_args()
 
     source = TeacherCache.open(arguments.cache)
-    samples = list(range(min(arguments.samples, source.manifest.samples)))
-    targets = _targets(source, samples)
-    _, positions, k = targets["ids"].shape
-    tokens = len(samples) * positions
+    targets = _targets(source, arguments.samples, arguments.positions or source.manifest.seq_length)
+    samples, positions, k = targets["ids"].shape
+    tokens = samples * positions
     versions = ", ".join(f"{name} {_version(name)}" for name in ("zarr", "numcodecs", "numpy", "megatron-core"))
     print(f"machine   {platform.machine()}, {os.cpu_count()} cores, Python {sys.version.split()[0]}")
     print(f"versions  {versions}")
-    print(f"targets   {len(samples)} samples × {positions} positions × {k} entries of {source.manifest.vocab_size} ids")
+    print(f"targets   {samples} samples × {positions} positions × {k} entries of {source.manifest.vocab_size} ids")
 
     with tempfile.TemporaryDirectory() as folder:
         formats = list(_formats(Path(folder), source, targets))
-        speeds = _time(formats, len(samples), positions, arguments.rounds)
+        speeds = _time(formats, samples, positions, arguments.rounds)
     rows = [
         {
             "format": f.name,
@@ -95,12 +96,28 @@ def main() -> None:
             writer.writerows(rows)
 
 
-def _targets(source: TeacherCache, samples: list[int]) -> dict[str, np.ndarray]:
+def _targets(source: TeacherCache, samples: int, positions: int) -> dict[str, np.ndarray]:
     """What a writer takes. Normalisers are not read back: ones of the same size stand for them."""
-    batch = source.read(samples)
-    shape = (len(samples), source.manifest.seq_length, len(source.manifest.temperatures))
-    noise = np.random.default_rng(0).normal(20, 5, shape).astype(np.float32)
-    return {name: getattr(batch, name) for name in vars(batch)} | {"logz": noise}
+    joined, rest = divmod(positions, source.manifest.seq_length)
+    if rest or not 1 <= joined <= source.manifest.samples:
+        raise SystemExit(f"--positions {positions}: the cache has {source.manifest.samples} samples of "
+                         f"{source.manifest.seq_length} positions to join")  # fmt: skip
+    whole = source.manifest.samples // joined
+    batch = source.read(np.arange(samples * joined) % (whole * joined))
+    targets = {
+        name: array.reshape(samples, positions, *array.shape[2:])
+        for name, array in vars(batch).items()
+        if name != "tokens"
+    }
+    text = batch.tokens[:, :-1].reshape(samples, positions)
+    targets["tokens"] = np.concatenate([text, batch.tokens[joined - 1 :: joined, -1:]], axis=1)
+    # A sample's last label is now the first token of the one joined to it, whose probability is not known.
+    is_label = targets["ids"] == targets["tokens"][:, 1:, None]
+    entry = np.where(is_label, targets["logprobs"], -np.inf).max(axis=-1)
+    targets["label_logprob"] = np.where(is_label.any(axis=-1), entry, targets["logprobs"][..., -1])
+    shape = (samples, positions, len(source.manifest.temperatures))
+    targets["logz"] = np.random.default_rng(0).normal(20, 5, shape).astype(np.float32)
+    return targets
 
 
 def _formats(folder: Path, source: TeacherCache, targets: dict[str, np.ndarray]) -> Iterator[Format]:
@@ -117,8 +134,9 @@ def _formats(folder: Path, source: TeacherCache, targets: dict[str, np.ndarray])
 
 
 def _write_ours(path: Path, source: TeacherCache, targets: dict[str, np.ndarray], preset: str) -> None:
-    n = len(targets["tokens"])
-    manifest = replace(source.manifest, samples=n, block=min(source.manifest.block, n), codecs=preset)
+    n, positions = targets["loss_mask"].shape
+    block = min(source.manifest.block, n)
+    manifest = replace(source.manifest, samples=n, seq_length=positions, block=block, codecs=preset)
     first = manifest.rows(0)
     table = rank_table(targets["tokens"][first], targets["ids"][first], manifest.vocab_size)
     writer = CacheWriter.create(path, manifest, table)

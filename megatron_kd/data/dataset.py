@@ -61,6 +61,21 @@ class Place:
     context_rank: int = 0
     context_ranks: int = 1
 
+    @classmethod
+    def of_this_rank(cls, *, head: bool) -> Place:
+        """This rank's place in the process groups Megatron-Core has made; `head`: where the output layer is."""
+        from megatron.core import parallel_state
+
+        sharers = parallel_state.get_tensor_and_context_parallel_group()
+        return cls(
+            rank=parallel_state.get_data_parallel_rank(),
+            ranks=parallel_state.get_data_parallel_world_size(),
+            head=head,
+            sharers=sharers if sharers.size() > 1 else None,
+            context_rank=parallel_state.get_context_parallel_rank(),
+            context_ranks=parallel_state.get_context_parallel_world_size(),
+        )
+
     @property
     def reads_targets(self) -> bool:
         """Whether this rank reads the targets rather than receive them, or do without."""

@@ -48,6 +48,14 @@ class SampleOrder:
         yield from self.step(number).reshape(-1, ranks, micro_batch)[:, rank]
 
 
+class AscendingOrder(SampleOrder):
+    """Sample after sample, once: the order of whatever numbered them."""
+
+    def step(self, number: int) -> np.ndarray:
+        """The samples of one step's global batch, which may lie beyond the last one. [global_batch] int64."""
+        return np.arange(number * self.global_batch, (number + 1) * self.global_batch)
+
+
 @lru_cache(maxsize=2)  # a step needs one epoch, or two where it straddles their boundary
 def epoch_order(order: SampleOrder, number: int) -> np.ndarray:
     """Every sample once, in the order of this epoch; [count] int64."""

@@ -15,7 +15,8 @@ import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +36,7 @@ from megatron_kd.data.tokenizer import tokenizer_hash, vocabulary_size
 
 Split = Literal["train", "held_out"]
 
+GIVEN = "samples-dir"  # the data.source of what `write_samples` was given, samples of another making
 PACKING = "stream-1"  # the rule of packing.py; another rule gets another name
 _PACK_TOKENS = 1 << 22  # positions packed at a time
 _POLL_SECONDS = 0.2
@@ -77,6 +79,11 @@ def prepare(config: RunConfig, tokenizer: PreTrainedTokenizerBase, console: Cons
     """
     folder = config.samples_dir
     data = config.data
+    if data.source == GIVEN:
+        made = sample_parameters(data, tokenizer)
+        _require_same(folder, {key: made[key] for key in ("tokenizer_hash", "vocab_size", "sequence_length")})
+        _show(folder, console)
+        return folder
     if data.document_multiple < 1 or data.sequence_length % data.document_multiple:
         raise ValueError(
             f"data.document_multiple is {data.document_multiple}; a divisor of data.sequence_length = "
@@ -109,10 +116,13 @@ def load_samples(folder: str | Path, split: Split) -> SampleSet:
 
 
 def sample_parameters(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Everything that decides the bytes of the samples, as recorded in samples.json and the cache's manifest."""
+    """Everything that decides the bytes of the samples, as recorded in samples.json and the cache's manifest.
+
+    Of given samples it is known where they come from and how they were packed, which whoever gives them adds.
+    """
     return {
         "source": data.source,
-        "source_hash": source_hash(data.source),
+        "source_hash": "" if data.source == GIVEN else source_hash(data.source),
         "field": data.field,
         "tokenizer_hash": tokenizer_hash(tokenizer),
         "vocab_size": vocabulary_size(tokenizer),
@@ -124,6 +134,28 @@ def sample_parameters(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> d
         "held_out": data.held_out,
         "max_samples": data.max_samples,
     }
+
+
+def write_samples(
+    folder: Path, splits: Mapping[Split, tuple[int, Iterable[PackedSamples]]], parameters: Mapping[str, Any]
+) -> None:
+    """Writes samples made elsewhere, to be used with `data.source: samples-dir`.
+
+    Args:
+        folder: made by this call.
+        splits: of each split the number of samples N, and PackedSamples that together hold N of them.
+        parameters: those of `sample_parameters`, `source` and `packing` saying where the samples come from.
+
+    Raises:
+        ValueError: the folder holds other samples already.
+    """
+    with _whole(folder, dict(parameters)) as (result, counts):
+        for split, (count, pieces) in splits.items():
+            length = parameters["sequence_length"]
+            learnt, digest = _store(result / split, count, length, pieces)
+            segment = np.load(result / split / "segment.npy", mmap_mode="r")
+            documents = int((segment[:, -1] + 1).sum())
+            counts[split] = SplitCounts(documents, count * (length + 1), count, learnt, digest)
 
 
 def split_documents(stream: TokenStream, held_out: float, multiple: int = 1) -> dict[Split, TokenStream]:
@@ -147,18 +179,25 @@ def split_documents(stream: TokenStream, held_out: float, multiple: int = 1) -> 
 
 
 def _write(folder: Path, data: DataConfig, parameters: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
-        result = Path(temporary) / "result"
+    with _whole(folder, parameters) as (result, counts):
         documents = iterate_documents(data.source, data.field)
-        stream = encode(documents, tokenizer, Path(temporary), data.document_multiple)
+        stream = encode(documents, tokenizer, result.parent, data.document_multiple)
         if len(stream.tokens) < 2:
             raise SourceError(f"data.source {data.source}: no text in it; at least one document is needed")
-        splits = {}
         for split, part in split_documents(stream, data.held_out, data.document_multiple).items():
             most = data.max_samples if split == "train" else None
             chosen = choose_samples(part.sample_count(data.sequence_length), most)
-            splits[split] = dataclasses.asdict(_write_split(result / split, part, chosen, parameters))
+            counts[split] = _write_split(result / split, part, chosen, parameters)
+
+
+@contextmanager
+def _whole(folder: Path, parameters: dict[str, Any]) -> Iterator[tuple[Path, dict[Split, SplitCounts]]]:
+    """A folder to fill, and counts to note, which become `folder` when both are complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        result, counts = Path(temporary) / "result", {}
+        yield result, counts
+        splits = {split: dataclasses.asdict(found) for split, found in counts.items()}
         record = {"parameters": parameters, "splits": splits}
         (result / "samples.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         try:
@@ -177,7 +216,27 @@ def choose_samples(count: int, most: int | None) -> np.ndarray:
 
 
 def _write_split(folder: Path, stream: TokenStream, chosen: np.ndarray, parameters: dict[str, Any]) -> SplitCounts:
-    length, count = parameters["sequence_length"], len(chosen)
+    length = parameters["sequence_length"]
+    documents: set[int] = set()
+
+    def pieces() -> Iterator[PackedSamples]:
+        for run in _runs(chosen, max(_PACK_TOKENS // length, 1)):
+            first, last = int(run[0]), int(run[-1]) + 1
+            yield pack(stream, length, first, last, padding_id=parameters["end_of_document"])
+            end = min(last * length, len(stream.tokens) - 1)
+            touched = np.searchsorted(stream.starts, [first * length, end], "right")
+            documents.update(range(touched[0] - 1, touched[1]))
+
+    learnt, digest = _store(folder, len(chosen), length, pieces())
+    # A sample's last label is a token of its own where the sample that begins with it was not chosen.
+    inputs = np.minimum(length, len(stream.tokens) - chosen * length)
+    labels = ((chosen + 1) * length < len(stream.tokens)) & ~np.isin(chosen + 1, chosen)
+    tokens = int(inputs.sum() + labels.sum())
+    return SplitCounts(documents=len(documents), tokens=tokens, samples=len(chosen), learnt=learnt, hash=digest)
+
+
+def _store(folder: Path, count: int, length: int, pieces: Iterable[PackedSamples]) -> tuple[int, str]:
+    """Writes the arrays of `count` samples, piece by piece; returns the learnt positions and the bytes' hash."""
     folder.mkdir(parents=True)
     shapes = PackedSamples((count, length + 1), (count, length), (count, length))
     dtypes = PackedSamples(np.int32, np.int32, np.uint8)
@@ -186,24 +245,15 @@ def _write_split(folder: Path, stream: TokenStream, chosen: np.ndarray, paramete
         for name, dtype, shape in zip(PackedSamples._fields, dtypes, shapes)
     ]
     learnt, digest, written = 0, xxhash.xxh3_128(), 0
-    documents: set[int] = set()
-    for run in _runs(chosen, max(_PACK_TOKENS // length, 1)):
-        first, last = int(run[0]), int(run[-1]) + 1
-        packed = pack(stream, length, first, last, padding_id=parameters["end_of_document"])
-        for array, values in zip(arrays, packed):
-            array[written : written + len(run)] = values
+    for piece in pieces:
+        for array, values in zip(arrays, piece):
+            array[written : written + len(values)] = values
             digest.update(values.data)
-        written += len(run)
-        learnt += int(packed.loss_mask.sum())
-        touched = np.searchsorted(stream.starts, [first * length, min(last * length, len(stream.tokens) - 1)], "right")
-        documents.update(range(touched[0] - 1, touched[1]))
+        written += len(piece.tokens)
+        learnt += int(piece.loss_mask.sum())
     for array in arrays:
         array.flush()
-    # A sample's last label is a token of its own where the sample that begins with it was not chosen.
-    inputs = np.minimum(length, len(stream.tokens) - chosen * length)
-    labels = ((chosen + 1) * length < len(stream.tokens)) & ~np.isin(chosen + 1, chosen)
-    tokens = int(inputs.sum() + labels.sum())
-    return SplitCounts(documents=len(documents), tokens=tokens, samples=count, learnt=learnt, hash=digest.hexdigest())
+    return learnt, digest.hexdigest()
 
 
 def _runs(chosen: np.ndarray, longest: int) -> Iterator[np.ndarray]:

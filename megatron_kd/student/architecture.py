@@ -173,6 +173,11 @@ def _check_layout(hf: PreTrainedConfig, parallel: ParallelConfig) -> None:
     chunks, experts = parallel.pipeline * (parallel.virtual_pipeline or 1), experts_of(hf)
     if experts is None and parallel.expert > 1:
         raise ValueError(f"parallel.expert is {parallel.expert}, but {hf.model_type} has no experts")
+    if experts is not None and parallel.tensor > 1 and not parallel.sequence_parallel:
+        raise ValueError(
+            f"parallel.tensor is {parallel.tensor}: every rank would send every token to the experts of "
+            f"{hf.model_type}; set parallel.sequence_parallel"
+        )
     for what, number, by, divisor in (
         ("num_attention_heads", hf.num_attention_heads, "parallel.tensor", parallel.tensor),
         ("num_key_value_heads", hf.num_key_value_heads, "parallel.tensor", parallel.tensor),

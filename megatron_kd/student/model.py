@@ -71,7 +71,7 @@ def build_model(config: TransformerConfig, arch: Architecture, sequence_length: 
             vp_stage=where["vp_stage"],
         )
         leave_experts_alone(chunk)
-        _mark_parameters(chunk, config)
+        _mark_parameters(chunk)
         chunks.append(chunk.to(platform.device()))
     return chunks
 
@@ -86,17 +86,17 @@ def _layers(config: TransformerConfig, stage: int | None) -> ModuleSpec | Transf
     )
 
 
-def _mark_parameters(chunk: Module, config: TransformerConfig) -> None:
-    """Says of each parameter which ranks hold it, where Megatron-Core leaves that out or (0.16) gets it wrong.
+def _mark_parameters(chunk: Module) -> None:
+    """Says of sinks and experts which ranks hold them, where Megatron-Core leaves that out or gets it wrong.
 
-    Its gradient norm counts what is marked as split on every tensor-parallel rank, the rest on the first one alone;
-    `allreduce` is whether gradients are summed over the data-parallel ranks rather than over those with the same
-    experts; `sequence_parallel`, whether they are also summed over the tensor-parallel ones.
+    Its gradient norm counts what is marked `tensor_model_parallel` on every tensor-parallel rank, the rest on the first
+    one alone. Gradients marked `sequence_parallel` are summed over the tensor-parallel ranks. Those not marked
+    `allreduce` are summed over the ranks with the same experts rather than the data-parallel ones, and have an
+    optimizer of their own; with one expert-parallel rank, too, or checkpoints would not go from layout to layout.
     """
-    apart = config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size > 1
     for name, parameter in chunk.named_parameters():
         if name.endswith("softmax_offset"):
             parameter.tensor_model_parallel = True
         elif ".experts." in name:
             parameter.tensor_model_parallel, parameter.sequence_parallel = True, False
-            parameter.allreduce = not apart
+            parameter.allreduce = False

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_kd.data.order import SampleOrder, epoch_order
+from megatron_kd.data.order import AscendingOrder, SampleOrder, epoch_order
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 1000])
@@ -21,6 +21,12 @@ def test_steps_continue_across_epochs_without_a_gap():
     sequence = np.concatenate([epoch_order(order, epoch) for epoch in range(5)])
     steps = np.concatenate([order.step(step) for step in range(7)])
     assert np.array_equal(steps, sequence[:49])
+
+
+def test_ascending_steps_are_consecutive():
+    order = AscendingOrder(count=10, block=4, seed=0, global_batch=4)
+    assert [order.step(step).tolist() for step in (0, 2)] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert [batch.tolist() for batch in order.micro_batches(1, 1, 2, 1)] == [[5], [7]]
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 1), (1, 4), (2, 2), (4, 2), (8, 1)])

@@ -9,8 +9,8 @@ import pytest
 from megatron_kd.config import DataConfig, RunConfig, TeacherConfig
 from megatron_kd.console import Console
 from megatron_kd.data.document import SourceError
-from megatron_kd.data.packing import TokenStream
-from megatron_kd.data.samples import load_samples, prepare, split_documents
+from megatron_kd.data.packing import PackedSamples, TokenStream
+from megatron_kd.data.samples import GIVEN, load_samples, prepare, sample_parameters, split_documents, write_samples
 from megatron_kd.data.tokenizer import load_tokenizer, tokenizer_hash, vocabulary_size
 from tests.data.texts import sentences, small_tokenizer, write_jsonl
 
@@ -69,6 +69,24 @@ def test_a_moved_source_is_the_same_source(tmp_path, tokenizer):
     prepare(config, tokenizer, SILENT)
     moved = (tmp_path / "text.jsonl").rename(tmp_path / "moved.jsonl")
     prepare(dataclasses.replace(config, data=dataclasses.replace(config.data, source=str(moved))), tokenizer, SILENT)
+
+
+def test_samples_made_elsewhere_are_taken_as_they_are_if_their_tokenizer_is_the_teachers(tmp_path, tokenizer):
+    config = run_config(tmp_path, source=GIVEN)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 300, (5, 33), dtype=np.int32)
+    segment = np.repeat(np.array([[0, 1]], np.int32), 16, 1).repeat(5, 0)
+    mask = random.integers(0, 2, (5, 32), dtype=np.uint8)
+    pieces = (PackedSamples(tokens[rows], segment[rows], mask[rows]) for rows in (slice(0, 2), slice(2, 5)))
+    made = {**sample_parameters(config.data, tokenizer), "source": "a data set", "packing": "its own"}
+    write_samples(config.samples_dir, {"train": (5, pieces)}, made)
+
+    train = load_samples(prepare(config, tokenizer, SILENT), "train")
+    for name, wanted in (("tokens", tokens), ("segment", segment), ("loss_mask", mask)):
+        assert np.array_equal(getattr(train, name), wanted)
+    assert (train.counts.documents, train.counts.samples, train.counts.learnt) == (10, 5, mask.sum())
+    with pytest.raises(ValueError, match="tokenizer_hash"):
+        prepare(config, small_tokenizer(280), SILENT)
 
 
 def test_max_samples_spreads_fewer_training_samples_over_the_whole_text(tmp_path, tokenizer):

@@ -1,5 +1,7 @@
 """The plugin trains a Megatron model on exactly the loss's definition, and without targets is not there at all."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from tests.tiny import FAMILY, SIZES, megatron_twin, save_random_model
 BATCH, LENGTH, K = 2, 24, 8
 LOSS = LossConfig(kind="ghost", ce_weight=0.25, chunk_tokens=7)
 OBJECTIVE = KDObjective(kind="ghost", ce_weight=0.25)
+HAS_PROCESSOR = version("megatron-core") >= "0.18"
 
 
 def _inputs(seed):
@@ -83,10 +86,10 @@ def _hybrid_model():
     return model
 
 
-def _forward(model, tokens, labels=True):
+def _forward(model, tokens, labels=True, **options):
     positions = torch.arange(LENGTH).expand(BATCH, -1)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None].expand(BATCH, -1, -1, -1)
-    return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:] if labels else None)
+    return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:] if labels else None, **options)
 
 
 def _defined(logits, teacher, tokens, mask, objective):
@@ -183,29 +186,108 @@ def _refusals(rank, world, folder):
 
     platform.init_distributed()
     initialize_parallel(ParallelConfig(), seed=1)
-    model, _ = _build(folder, False)
     messages = {}
 
-    def refused(what):
+    def refused(what, model):
         try:
             attach([model], LOSS, vocab_size=SIZES["vocab_size"])
             messages[what] = "accepted"
         except ValueError as error:
             messages[what] = str(error)
 
-    for setting in ("mtp_num_layers", "use_mup", "defer_embedding_wgrad_compute"):
-        setattr(model.config, setting, 1)
-        refused(setting)
-        setattr(model.config, setting, None)
-    model.output_layer.gather_output = True
-    refused("parallel_output=False")
-    model.output_layer.gather_output = False
-    model.output_layer = torch.nn.Sequential(model.output_layer)
-    refused("Sequential")
+    for what in (
+        "use_mup",
+        "final_logit_softcapping",
+        "logit_dtype",
+        "fp8_output_proj",
+        "defer_embedding_wgrad_compute",
+    ):
+        model, _ = _build(folder, False)
+        setattr(model.config, what, 1)
+        refused(what, model)
+    hybrid, _ = _build(None, False)  # has no output processor in any version
+    hybrid.config.mtp_num_layers = 1
+    refused("mtp_num_layers", hybrid)
+    model, _ = _build(folder, False)
+    for attribute, value, what in (
+        ("gather_output", True, "parallel_output=False"),
+        ("gtp_remat_size", 2, "gtp_remat_size = 2"),
+    ):
+        before = getattr(model.output_layer, attribute, None)
+        setattr(model.output_layer, attribute, value)
+        refused(what, model)
+        setattr(model.output_layer, attribute, before or 0)
+    attach([model], LOSS, vocab_size=SIZES["vocab_size"])
+    refused("overridden already", model)
+    model, _ = _build(folder, False)
+    model.output_layer = torch.nn.Sequential(model.output_layer)  # as an adapter wraps it
+    refused("Sequential", model)
+
+    try:
+        attach([], LossConfig(implementation="online"))
+    except ValueError as error:
+        messages["'online'"] = str(error)
+
+    model, handle = _build(folder, True)
+    tokens, teacher, mask = _inputs(1)
+    handle.set_targets(model, teacher, loss_mask=mask)
+    try:
+        _forward(model, tokens, runtime_gather_output=True)
+    except ValueError as error:
+        messages["runtime_gather_output"] = str(error)
     return messages
 
 
 def test_settings_under_which_the_loss_would_be_wrong_are_refused_by_name(tmp_path):
     folder = save_random_model(tmp_path / "model", FAMILY["llama 3, untied"])
     (messages,) = run_ranks(_refusals, 1, folder)
+    assert len(messages) == 12
     assert all(what in message for what, message in messages.items()), messages
+
+
+def _multi_token_prediction(rank, world):
+    """How far the loss and the gradients of an attached model with such a head are from those of a stock one."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+
+    from megatron_kd import platform
+    from megatron_kd.plugin import attach
+    from megatron_kd.student.architecture import transformer_config
+    from megatron_kd.student.model import initialize_parallel
+
+    platform.init_distributed()
+    initialize_parallel(ParallelConfig(), seed=1)
+    config = transformer_config(FAMILY["llama 3, untied"], ParallelConfig(), dtype=torch.float32)
+    config.mtp_num_layers, config.mtp_loss_scaling_factor = 1, 0.5
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    results = []
+    for attached in (True, False):
+        model = GPTModel(
+            config,
+            spec,
+            SIZES["vocab_size"],
+            LENGTH,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
+        )
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            parameter.data.normal_(1 if "norm" in name else 0, 0.3)
+        tokens, teacher, _ = _inputs(1)
+        if attached:
+            handle = attach([model], LossConfig(kd_weight=0, ce_weight=1), vocab_size=SIZES["vocab_size"])
+            handle.set_targets(model, teacher, labels=tokens[:, 1:])
+        loss = _forward(model, tokens)
+        loss.sum().backward()
+        results.append((loss.detach(), _gradients(model)))
+    (loss, gradients), (wanted_loss, wanted_gradients) = results
+    return (loss - wanted_loss).abs().max().item(), _relative(gradients, wanted_gradients)
+
+
+@pytest.mark.skipif(not HAS_PROCESSOR, reason="GPTModel takes an output processor from megatron-core 0.18 on")
+def test_multi_token_prediction_heads_keep_their_own_loss():
+    """Distilling with the weights 0·KD + 1·CE is training on labels: fp32 sums in another order, 1e-5."""
+    ((loss, gradient),) = run_ranks(_multi_token_prediction, 1)
+    assert loss <= 1e-5
+    assert gradient <= 1e-5

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from megatron_kd.config import ParallelConfig
 from megatron_kd.student.architecture import architecture, transformer_config
 from megatron_kd.student.hf_weights import HfWeights, save_hf
 from tests.distributed import run_ranks
-from tests.tiny import FAMILY, LLAMA3_ROPE, SIZES, megatron_twin, save_random_model
+from tests.tiny import EXPERTS, FAMILY, LLAMA3_ROPE, SIZES, YARN_ROPE, megatron_twin, save_random_model
 
 
 def _megatron_logits(folder, tokens, segment=None, keep_layers=None, parallel=None, export=None):
@@ -36,8 +36,7 @@ def _compare_family(rank, world, folders, scratch):
     from megatron_kd.student.model import initialize_parallel
 
     platform.init_distributed()
-    parallel = ParallelConfig(tensor=world)
-    initialize_parallel(parallel, seed=1)
+    initialize_parallel(ParallelConfig(tensor=world), seed=1)
     tokens = torch.randint(0, SIZES["vocab_size"], (2, 20), generator=torch.Generator().manual_seed(3))
     segment = (torch.arange(20) >= 12).long().expand(2, -1)
     differences = {}
@@ -47,6 +46,7 @@ def _compare_family(rank, world, folders, scratch):
             whole = model(tokens).logits
             alone = torch.cat([model(part).logits for part in (tokens[:, :12], tokens[:, 12:])], dim=1)
         export = Path(scratch) / name if world == 1 else None
+        parallel = ParallelConfig(tensor=world, sequence_parallel=world > 1 and name in EXPERTS)
         differences[name] = (
             (_megatron_logits(folder, tokens, parallel=parallel, export=export) - whole).abs().max().item(),
             (_megatron_logits(folder, tokens, segment, parallel=parallel) - alone).abs().max().item(),
@@ -86,10 +86,15 @@ def test_pruning_keeps_the_named_layers_in_the_named_order(tmp_path):
         (FAMILY["llama, tied"], ParallelConfig(tensor=4), "num_attention_heads = 6 does not divide"),
         (FAMILY["llama, tied"], ParallelConfig(tensor=3), "num_key_value_heads = 2 does not divide"),
         (FAMILY["llama, tied"], ParallelConfig(pipeline=3), "num_hidden_layers = 4 does not divide"),
+        (FAMILY["gpt-oss"], ParallelConfig(expert=3), "num_experts = 4 does not divide by parallel.expert = 3"),
+        (FAMILY["llama, tied"], ParallelConfig(expert=2), "parallel.expert is 2, but llama has no experts"),
+        (FAMILY["gpt-oss"], ParallelConfig(tensor=2), "set parallel.sequence_parallel"),
+        (GptOssConfig(**SIZES, swiglu_alpha=1.5), ParallelConfig(), "swiglu_alpha is 1.5"),
+        (Qwen3MoeConfig(**SIZES, mlp_only_layers=[0]), ParallelConfig(), "mlp_only_layers"),
+        (GptOssConfig(**SIZES, rope_parameters={**YARN_ROPE, "attention_factor": 2.0}), ParallelConfig(), "factor 2.0"),
         (LlamaConfig(**SIZES, attention_bias=True), ParallelConfig(), "attention_bias is true"),
         (LlamaConfig(**SIZES, mlp_bias=True), ParallelConfig(), "mlp_bias is true"),
         (LlamaConfig(**SIZES, hidden_act="gelu"), ParallelConfig(), "hidden_act is 'gelu'"),
-        (MistralConfig(**SIZES, sliding_window=16), ParallelConfig(), "sliding_window is 16"),
     ],
 )
 def test_what_cannot_be_built_is_refused_by_name(config, parallel, message):
