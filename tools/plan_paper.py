@@ -109,7 +109,7 @@ How the paper's figures are read:
 - The 3.2B student has Llama-3.2-3B's sizes: its 23.5 GFLOP a token at 8,192 positions are what TFLOP/s times seconds
   over tokens gives in all four rows (23.4 to 23.5).
 - The 8K runs recompute layers, and GPT-OSS on one node does not. The paper says neither. Without recomputation the
-  8K activations alone would be 20 GiB, where the fused run has 4 GiB left beyond its states; with it GPT-OSS would need
+  8K activations alone would be 19 GiB, where the fused run has 4 GiB left beyond its states; with it GPT-OSS would need
   68 GiB of the reported 128.
 - The dense losses work on the whole vocabulary on every rank (`megatron_kd/loss/baselines.py`). At 20 bytes a logit of
   the whole vocabulary the 8K run without tensor parallelism, the isolated head over two ranks (85.2 GiB) and the
@@ -118,14 +118,14 @@ How the paper's figures are read:
 What is left over:
 
 - **Four dense nodes, 57.0 s**: planned {four:.1f} s, outside 20 %, and so is the ratio. The plan has the last stage
-  at {four_gib:.0f} GiB, {four_share:.0%} of the device: the paper's run must have been at the very limit of its memory.
-  There PyTorch's allocator returns blocks to the driver and asks for them again within every micro-batch, which no
+  at {four_gib:.0f} GiB, {four_share:.0%} of the device: as the paper ran it, it was most likely at the very limit. There
+  PyTorch's allocator returns blocks to the driver and asks for them again within every micro-batch, which no
   FLOPs and no bandwidth account for. The paper's own isolated head shows how much that is: forward-chunked at
   262,144 positions and 134.2 GiB took 5.3 s, where its GEMMs and traffic come to 1.5 s; a rate of about
   35 GiB of remapped memory a second. Of the 0.89 s that each of the 64 micro-batches took, the plan explains 0.53;
-  remapping half of one fp32 [N, V] tensor of 24.6 GiB would be the rest. It is named here and
-  not put into the model: two constants are all it has, and this one could only have been fitted on the row that it is
-  to explain.
+  remapping half of one fp32 [N, V] tensor of 24.6 GiB would be the rest. That is an inference, not a measurement,
+  and it is not in the model: two constants are all it has, and this one could only have been fitted on the row that it
+  is to explain.
 - **Fused at 8K, 20.2 s**: the paper's code projects five times, this one four; one projection more is 0.4 s. The
   paper's code also passes over a chunk's logits more often than the kernels here.
 - **Online, 102.8 GiB**: the paper's online setup comes to 31 bytes a logit, the teacher's in fp32 among them; the

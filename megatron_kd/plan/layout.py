@@ -91,8 +91,6 @@ def make_layout(config: RunConfig, shape: ModelShape) -> Layout:
         gpus_per_node=hardware.gpus_per_node,
     )
     t, c, p, x = parallel.tensor, parallel.context, parallel.pipeline, parallel.expert
-    _divides("hardware.nodes · gpus_per_node", layout.world, "parallel.tensor · context · pipeline", t * c * p)
-    _divides("hardware.nodes · gpus_per_node", layout.world, "parallel.expert · pipeline", x * p)
     _divides("num_attention_heads", shape.heads, "parallel.tensor", t)
     _divides("num_key_value_heads", shape.key_value_heads, "parallel.tensor", t)
     if shape.experts:
@@ -109,6 +107,8 @@ def make_layout(config: RunConfig, shape: ModelShape) -> Layout:
     _divides("data.sequence_length", layout.sequence, "2 · parallel.context", 2 * c if c > 1 else 1)
     if layout.sequence_parallel:
         _divides("data.sequence_length", layout.sequence, "parallel.context · tensor", c * t)
+    _divides("hardware.nodes · gpus_per_node", layout.world, "parallel.tensor · context · pipeline", t * c * p)
+    _divides("hardware.nodes · gpus_per_node", layout.world, "parallel.expert · pipeline", x * p)
     _divides("train.global_batch", layout.global_batch, "micro_batch · replicas", layout.micro_batch * layout.data)
     if layout.virtual > 1:
         _divides("micro-batches of a replica", layout.micro_batches, "parallel.pipeline", p)

@@ -21,9 +21,9 @@ def head(n, d, v, k, dtype=torch.float32, device="cpu"):
     return hidden, weight, TeacherTopK(ids.to(device), logprobs.to(device))
 
 
-def peak(hidden, weight, teacher, function=fused_linear_kl, **arguments):
+def peak(hidden, weight, teacher, **arguments):
     def step():
-        loss = function(hidden, weight, teacher, **arguments).loss.sum()
+        loss = fused_linear_kl(hidden, weight, teacher, **arguments).loss.sum()
         return torch.autograd.grad(loss, (hidden, weight))
 
     few = TeacherTopK(teacher.ids[:8], teacher.logprobs[:8])
