@@ -118,8 +118,8 @@ How the paper's figures are read:
 What is left over:
 
 - **Four dense nodes, 57.0 s**: planned {four:.1f} s, outside 20 %, and so is the ratio. The plan has the last stage
-  at {four_gib:.0f} GiB, {four_share:.0%} of the device: as the paper ran it, it was most likely at the very limit. There
-  PyTorch's allocator returns blocks to the driver and asks for them again within every micro-batch, which no
+  at {four_gib:.0f} GiB, {four_share:.0%} of the device: as the paper ran it, it was most likely at the limit.
+  There PyTorch's allocator returns blocks to the driver and asks for them again within every micro-batch, which no
   FLOPs and no bandwidth account for. The paper's own isolated head shows how much that is: forward-chunked at
   262,144 positions and 134.2 GiB took 5.3 s, where its GEMMs and traffic come to 1.5 s; a rate of about
   35 GiB of remapped memory a second. Of the 0.89 s that each of the 64 micro-batches took, the plan explains 0.53;
