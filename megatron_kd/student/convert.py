@@ -175,9 +175,10 @@ def _expert(name: str, prefix: str, expert: int, family: str) -> _Packed | None:
 
 
 def _stored(weights: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in weights:
-        raise ValueError(f"the checkpoint has no tensor {name!r}")
-    return weights[name]
+    try:
+        return weights[name]
+    except KeyError:
+        raise ValueError(f"the checkpoint has no tensor {name!r}") from None
 
 
 def _parts(tensor: Tensor, packed: _Packed, arch: Architecture, rank: int, size: int) -> list[Tensor]:
