@@ -62,7 +62,7 @@ def test_every_configuration_can_be_planned(name):
 
 
 def test_the_papers_figures():
-    """Memory within 15 % everywhere, the one node's step within 20 %; the four dense nodes': see docs/plan.md."""
+    """Memory within 15 % everywhere, the one node's step within 20 %; the four dense nodes' is not: docs/plan.md."""
     for row, report in plan_paper.reports().items():
         if row.peak_gib is not None:
             assert report.peak_gib == pytest.approx(row.peak_gib, rel=0.15), row.config
