@@ -321,7 +321,7 @@ def test_what_cannot_be_distilled_is_refused_by_name(config, changes, message):
 def test_a_cache_that_does_not_suit_is_refused_with_both_values(config):
     from megatron_kd.plugin.megatron_bridge import distillation_recipe
 
-    with pytest.raises(ValueError, match="k is 17 but the cache stores 16"):
+    with pytest.raises(ValueError, match=r"loss\.k = 17; .* holds 16 entries"):
         distillation_recipe(settings(config), config.cache_url, loss=LossConfig(k=17))
 
 
