@@ -2,7 +2,8 @@
 
 A process group whose collectives do nothing stands for the run's world, so one process can be any of its ranks in turn;
 every tensor is made on the meta device, which keeps shapes and no data. Counted: the parameters of the rank's chunks,
-and the peak of the loss on its output layer, by running the very function on meta tensors of the run's shapes.
+the FLOPs of the model, and the peak of the loss on its output layer, by running the very function on meta tensors of
+the run's shapes.
 
 Collectives: none that move anything.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
@@ -36,6 +38,7 @@ from megatron_kd.plan.head import chunk_tokens
 from megatron_kd.plan.planned import PlannedRun
 from megatron_kd.plan.shape import student_config
 from megatron_kd.student.architecture import architecture, transformer_config
+from megatron_kd.student.flops import training_flops_per_token
 from megatron_kd.student.model import build_model
 
 LOSSES = {
@@ -54,6 +57,7 @@ class Counted:
     rank: int
     stage: int
     parameters: int
+    flops_per_token: float  # of the whole student, forward and backward
     head_bytes: int | None  # peak of the loss beyond states and hidden states; None: no output layer here
 
 
@@ -76,9 +80,10 @@ def dry_run(run: PlannedRun, ranks: Sequence[int] | None = None) -> list[Counted
     counted = []
     for rank in chosen:
         with _world(run, rank):
-            chunks = _build(run)
+            config, chunks = _build(run)
             parameters = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-            counted.append(Counted(rank, rank // size, parameters, _head_bytes(run, chunks[-1])))
+            flops = training_flops_per_token(config, run.shape.vocab, run.layout.sequence)
+            counted.append(Counted(rank, rank // size, parameters, flops, _head_bytes(run, chunks[-1])))
     return counted
 
 
@@ -120,13 +125,13 @@ class _OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _build(run: PlannedRun) -> list[Module]:
+def _build(run: PlannedRun) -> tuple[TransformerConfig, list[Module]]:
     hf, parallel = student_config(run.config), run.config.parallel
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[run.config.train.precision]
     config = transformer_config(hf, parallel, dtype=dtype, recompute=run.recompute)
     config.perform_initialization = False  # there is nothing to initialise
     with torch.device("meta"), _OnMeta():
-        return build_model(config, architecture(hf, parallel), run.layout.sequence)
+        return config, build_model(config, architecture(hf, parallel), run.layout.sequence)
 
 
 def _head_bytes(run: PlannedRun, chunk: Module) -> int | None:

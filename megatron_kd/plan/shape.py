@@ -161,15 +161,13 @@ class TokenFlops(NamedTuple):
 
 
 def token_flops(shape: ModelShape, sequence: int) -> TokenFlops:
-    """A multiplication and an addition each; attention counts the positions seen, on average over the sequence."""
+    """A multiplication and an addition each, by student/flops.py's rule, which reads the same off a Megatron model."""
     h, q, k = shape.hidden, shape.query, shape.key_value
     linears = 2 * (h * (q + 2 * k) + q * h + shape.experts * h + shape.active * 3 * h * shape.width)
-    # A causal layer sees (S + 1)/2 positions on average, a window of w fewer than w in its first w positions only.
     seen = [_mean_seen(sequence, window) for window in shape.windows]
     return TokenFlops(tuple(linears + 2 * 2 * q * positions for positions in seen), 2 * h * shape.vocab)
 
 
 def _mean_seen(sequence: int, window: int | None) -> float:
-    if window is None or window >= sequence:
-        return (sequence + 1) / 2
-    return (window * (window + 1) / 2 + (sequence - window) * window) / sequence
+    window = min(window or sequence, sequence)
+    return window - window**2 / (2 * sequence)

@@ -13,15 +13,17 @@ from megatron_kd.config_io import load_config
 from megatron_kd.plan.dry_run import dry_run
 from megatron_kd.plan.memory import stage_memory
 from megatron_kd.plan.planned import plan_run
+from megatron_kd.plan.step_time import model_flops_per_token
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def check(run, counted):
-    """Parameters exactly; the loss's peak within 2 %: head.py's test says of what."""
+    """Parameters and FLOPs exactly; the loss's peak within 2 %: head.py's test says of what."""
     for rank in counted:
         stage = stage_memory(run, rank["stage"])
         assert rank["parameters"] == stage.parameters / run.element
+        assert rank["flops_per_token"] == pytest.approx(model_flops_per_token(run), rel=1e-12)
         if rank["head_bytes"] is None:
             assert stage.head == 0
         else:
