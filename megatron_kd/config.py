@@ -151,7 +151,7 @@ class EvaluateConfig:
 
 @_section
 class PreflightConfig:
-    gpu_memory_gib: float | None = None  # what every GPU must have free, as `megatron-kd plan` says; null: only shown
+    gpu_memory_gib: float | None = None  # what every GPU must have free; null: the peak that `megatron-kd plan` expects
     disk_gib: float | None = None  # what must be free for checkpoints; null: those to come, by the student's parameters
     cache_blocks: int | None = 4  # blocks of the cache that each node decodes; null: all, divided among the nodes
     clock_skew: float = 5.0  # seconds that the nodes' clocks may be apart

@@ -27,7 +27,6 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training import pretrain
@@ -36,16 +35,13 @@ from megatron.training.arguments import parse_and_validate_args
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_kd import platform
 from megatron_kd.cache import TeacherCache
 from megatron_kd.config import LossConfig, ParallelConfig
 from megatron_kd.config_io import field_comments
-from megatron_kd.data.dataset import BatchLoader, Place
 from megatron_kd.data.order import AscendingOrder, SampleOrder
-from megatron_kd.data.tokenizer import load_tokenizer, tokenizer_hash
 from megatron_kd.plugin.attach import KDHandle, attach
 from megatron_kd.plugin.megatron_dataset import ComparedCache, gpt_datasets
-from megatron_kd.train.step import forward_step
+from megatron_kd.plugin.steps import LossFunction, distillation_step, open_cache, open_loader
 
 Provider = Callable[..., tuple[Any, Any, Any]]  # Megatron-LM's train_valid_test_datasets_provider
 
@@ -145,76 +141,38 @@ class Distillation:
                 if stock is None:
                     raise ValueError("--kd-data is megatron, which needs the stock data set; datasets() was given none")
                 cache, order = ComparedCache(cache, stock(sizes, vp_stage=vp_stage)[0], args.kd_cache), AscendingOrder
-            head = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-            loader = partial(self._loader, head=head)
-            train = loader(cache, order, args.micro_batch_size, args.consumed_train_samples)
+            loader = partial(
+                open_loader,
+                loss=self.loss,
+                head=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+                packed=_takes_packed(args),
+                seed=args.seed,
+            )
+            micro_batch, consumed = args.micro_batch_size, args.consumed_train_samples
+            train = loader(cache, url=args.kd_cache, order=order, micro_batch=micro_batch, consumed=consumed)
             valid = None
             if self._valid is not None:
-                valid = loader(self._valid, SampleOrder, args.eval_micro_batch_size, args.consumed_valid_samples)
+                micro_batch, consumed = args.eval_micro_batch_size, args.consumed_valid_samples
+                valid = loader(self._valid, url=args.kd_valid_cache, micro_batch=micro_batch, consumed=consumed)
             return train, valid, None
 
         provider.is_distributed = True  # type: ignore[attr-defined]  # it is to be called on every rank
         return provider
 
-    def forward_step(self, batches: Iterator[Any], model: Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    def forward_step(self, batches: Iterator[Any], model: Module) -> tuple[Tensor, LossFunction]:
         """Megatron's forward step: the model's per-token loss [b, S], and the function that sums and reports it."""
-        output, token_sum = forward_step(self._handle, batches, model)
-        return output, partial(self._sum_and_report, token_sum)
-
-    def _sum_and_report(
-        self, token_sum: Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]], output: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Megatron's triple; what is reported is [sum, count], which Megatron divides after summing over ranks."""
-        total, tokens, logged = token_sum(output)
-        sums = self._handle.pop_metrics()  # of this micro-batch alone, whose forward has just run
-        means = {"kd loss": "kd", "lm loss": "ce"}
-        report = {name: torch.stack([sums[key], sums["tokens"].to(sums[key].dtype)]) for name, key in means.items()}
-        return total, tokens, {**report, "total loss": logged["loss"]}
-
-    def _loader(
-        self,
-        cache: TeacherCache | ComparedCache,
-        order: type[SampleOrder],
-        micro_batch: int,
-        consumed: int,
-        *,
-        head: bool,
-    ) -> BatchLoader:
-        place = Place.of_this_rank(head=head)
-        drawn = micro_batch * place.ranks  # a micro-batch of each rank: the global batch may grow during a run
-        return BatchLoader(
-            cache,
-            order(cache.manifest.samples, cache.manifest.block, self._args.seed, drawn),
-            self.loss,
-            place,
-            micro_batch=micro_batch,
-            first_step=consumed // drawn,
-            device=platform.device(),
-            packed=_takes_packed(self._args),
-        )
+        return distillation_step(self._handle, batches, model, check_finite=self._args.check_for_nan_in_loss_and_grad)
 
     def _open(self, url: str) -> TeacherCache:
-        cache, args, loss = TeacherCache.open(url), self._args, self.loss
-        manifest = cache.manifest
-        if manifest.seq_length != args.seq_length:
-            raise ValueError(
-                f"--seq-length is {args.seq_length}; {url} holds samples of {manifest.seq_length} positions"
-            )
-        if manifest.vocab_size > args.padded_vocab_size:
+        args = self._args
+        # Tokenizers of other types cannot be told by the hash of the cache.
+        tokenizer = args.tokenizer_model if args.tokenizer_type == "HuggingFaceTokenizer" else None
+        cache = open_cache(url, self.loss, sequence_length=args.seq_length, tokenizer=tokenizer)
+        if cache.manifest.vocab_size > args.padded_vocab_size:
             raise ValueError(
                 f"the model has {args.padded_vocab_size} vocabulary rows, padding included; {url} was made for "
-                f"{manifest.vocab_size}: use the teacher's tokenizer"
+                f"{cache.manifest.vocab_size}: use the teacher's tokenizer"
             )
-        if args.tokenizer_type == "HuggingFaceTokenizer":  # others cannot be told by the hash of the cache
-            tokenizer = tokenizer_hash(load_tokenizer(args.tokenizer_model))
-            if tokenizer != manifest.tokenizer_hash:
-                raise ValueError(
-                    f"--tokenizer-model {args.tokenizer_model} has hash {tokenizer[:12]}…; {url} was made with "
-                    f"{manifest.tokenizer_hash[:12]}…: use the teacher's tokenizer"
-                )
-        if manifest.entries == "sampled" and loss.kind != "renormalized":
-            raise ValueError(f"--kd-kind is {loss.kind}; {url} holds sampled entries, which need renormalized")
-        cache.read([], k=loss.k, temperature=loss.temperature)  # no sample, but refused if it could not serve them
         return cache
 
     def _load_student(self, chunks: list[Module]) -> None:

@@ -26,6 +26,8 @@ import torch.distributed as dist
 
 from megatron_kd import platform
 from megatron_kd.config import RunConfig
+from megatron_kd.plan.memory import stage_memory
+from megatron_kd.plan.planned import plan_run
 from megatron_kd.preflight.checks import Row, check_nodes, network
 from megatron_kd.preflight.facts import CheckpointNeed, NodeFacts, checkpoint_need, node_facts
 
@@ -61,12 +63,29 @@ def preflight(
     said: list[tuple[NodeFacts, CheckpointNeed]] = _gather((mine, need))
     everybody = [one for one, _ in said]
     gpus = len(everybody[0].gpus) if gpus is None else gpus
+    config = with_planned_memory(config, job, nodes, gpus)
     on_gpus = gpus > 0 and all(one.gpus for one in everybody)
     how = f"{'NCCL' if on_gpus else 'gloo'} all-reduce"
     return [
         *check_nodes(config, job, gpus, everybody, said[0][1]),
         network(config, nodes, _bandwidth("nccl" if on_gpus else "gloo"), how),
     ]
+
+
+def with_planned_memory(config: RunConfig, job: str, nodes: int, gpus: int) -> RunConfig:
+    """The configuration with `preflight.gpu_memory_gib` as planned on so many nodes, where it asks for that.
+
+    Left as it is where there is nothing to plan: for a teacher, on the CPU, or without the student's sizes at hand.
+    """
+    if config.preflight.gpu_memory_gib is not None or job != "distill" or not gpus:
+        return config
+    hardware = dataclasses.replace(config.hardware, nodes=nodes, gpus_per_node=gpus)
+    try:
+        run = plan_run(dataclasses.replace(config, hardware=hardware))
+    except ValueError:
+        return config
+    peak = max(stage_memory(run, stage).peak for stage in range(run.layout.pipeline))
+    return dataclasses.replace(config, preflight=dataclasses.replace(config.preflight, gpu_memory_gib=peak / 2**30))
 
 
 def _gather(value: Any) -> list[Any]:

@@ -45,7 +45,7 @@ class _Packed:
 
 
 def load_from_hf(chunks: list[Module], weights: Mapping[str, Tensor], hf: PreTrainedConfig, arch: Architecture) -> None:
-    """Fills this rank's model chunks, any TP × PP layout, in place.
+    """Fills this rank's model chunks, any TP × PP × EP layout, in place.
 
     Args:
         chunks: GPTModels of this rank, not yet wrapped.
@@ -75,7 +75,6 @@ def load_from_hf(chunks: list[Module], weights: Mapping[str, Tensor], hf: PreTra
 def export_to_hf(chunks: list[Module], hf: PreTrainedConfig, arch: Architecture) -> dict[str, Tensor]:
     """Hugging Face names and tensors of a model that is whole on this rank (TP 1, PP 1, EP 1)."""
     tensors: dict[str, Tensor] = {}
-    experts = experts_of(hf)
     for chunk in chunks:
         groups = chunk.pg_collection
         if max(groups.tp.size(), groups.pp.size(), groups.ep.size()) > 1:
@@ -83,13 +82,7 @@ def export_to_hf(chunks: list[Module], hf: PreTrainedConfig, arch: Architecture)
         for _, parameter, packed in _layout(chunk, hf):
             value = parameter.detach()
             if packed.expert is not None:
-                # Gate and up take turns again, and outputs come last.
-                halves = value.chunk(packed.turns)
-                value = _pack(list(halves), len(halves[0])).movedim(0, -1)
-                (name,) = packed.parts
-                if name not in tensors:
-                    tensors[name] = value.new_empty(experts.count, *value.shape)
-                tensors[name][packed.expert] = value
+                _store_expert(tensors, value, packed, hf)
                 continue
             for part, tensor in zip(packed.parts, _unpack(value, packed.groups, _part_sizes(packed, hf, value))):
                 # A copy: parts of one parameter share its storage, which safetensors refuses to write.
@@ -110,7 +103,7 @@ def _layout(chunk: Module, hf: PreTrainedConfig) -> Iterator[tuple[str, Tensor, 
         elif match := _EXPERT.fullmatch(inside):
             local, kind, grouped = match.groups()
             ep = chunk.pg_collection.ep
-            first = ep.rank() * experts_of(hf).count // ep.size()
+            first = ep.rank() * _experts(hf) // ep.size()
             packed = _expert(kind, f"model.layers.{number[prefix]}.", first + int(local or grouped), hf.model_type)
         else:
             packed = _inside(inside, f"model.layers.{number[prefix]}.", groups, hf.model_type)
@@ -175,9 +168,10 @@ def _expert(name: str, prefix: str, expert: int, family: str) -> _Packed | None:
 
 
 def _stored(weights: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in weights:
-        raise ValueError(f"the checkpoint has no tensor {name!r}")
-    return weights[name]
+    try:
+        return weights[name]
+    except KeyError:
+        raise ValueError(f"the checkpoint has no tensor {name!r}") from None
 
 
 def _parts(tensor: Tensor, packed: _Packed, arch: Architecture, rank: int, size: int) -> list[Tensor]:
@@ -189,6 +183,21 @@ def _parts(tensor: Tensor, packed: _Packed, arch: Architecture, rank: int, size:
     if packed.vocabulary:
         tensor = functional.pad(tensor, (0, 0, 0, arch.padded_vocab_size - tensor.shape[0]))
     return [tensor if packed.split is None else tensor.chunk(size, dim=packed.split)[rank]]
+
+
+def _store_expert(tensors: dict[str, Tensor], value: Tensor, packed: _Packed, hf: PreTrainedConfig) -> None:
+    """The inverse of `_parts` for experts stored together: their parts take turns again, and outputs come last."""
+    parts = value.chunk(packed.turns)
+    value = _pack(list(parts), len(parts[0])).movedim(0, -1)
+    (name,) = packed.parts
+    if name not in tensors:
+        tensors[name] = value.new_empty(_experts(hf), *value.shape)
+    tensors[name][packed.expert] = value
+
+
+def _experts(hf: PreTrainedConfig) -> int:
+    experts = experts_of(hf)
+    return 0 if experts is None else experts.count
 
 
 def _pack(parts: list[Tensor], groups: int) -> Tensor:

@@ -198,7 +198,11 @@ def _describe(console: Console, config: RunConfig, cache: TeacherCache, student:
         f"K {config.loss.k or manifest.k}, τ {config.loss.temperature:g}, "
         f"KD × {config.loss.kd_weight:g} + CE × {config.loss.ce_weight:g}",
     )
-    console.quantity("ranks", world, f"TP {layout.tensor} · PP {layout.pipeline} · CP {layout.context} · DP {ranks}")
+    console.quantity(
+        "ranks",
+        world,
+        f"TP {layout.tensor} · PP {layout.pipeline} · CP {layout.context} · DP {ranks} · EP {layout.expert}",
+    )
     console.quantity("tokens a step", f"{tokens:,}", f"{train.global_batch} samples, {train.micro_batch} at a time")
     console.quantity(
         "FLOPs a step", f"{student.flops_per_token * tokens:.3g}", "the student's forward and backward, nothing twice"

@@ -201,10 +201,10 @@ def test_arguments_are_the_fields_of_the_loss(config):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"seq_length": 64}, "--seq-length is 64; .*samples of 32 positions"),
+        ({"seq_length": 64}, "sequence length is 64; .*samples of 32 positions"),
         ({"padded_vocab_size": 256}, "256 vocabulary rows, .* made for 300"),
         ({"kd_k": 17}, "k is 17 but the cache stores 16"),
-        ({"kd_temperature": 2.0}, "temperature 2.0 is not stored"),
+        ({"kd_temperature": 2.0}, "loss.temperature = 2; .* serves 1"),
         ({"eval_iters": 5}, "--eval-iters is 5; .*--kd-valid-cache"),
         ({"logits_load_dir": "x"}, "--logits-load-dir"),
         ({"reset_position_ids": True}, "--reset-position-ids"),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -12,11 +13,15 @@ import pytest
 from megatron_kd import platform
 from megatron_kd.cache import CacheWriter
 from megatron_kd.config_io import load_config
+from megatron_kd.plan.planned import plan_run
+from megatron_kd.plan.report import make_report
 from megatron_kd.preflight.facts import CHECKPOINT_BYTES, checkpoint_need, node_facts
-from megatron_kd.preflight.run import preflight
+from megatron_kd.preflight.run import preflight, with_planned_memory
 from tests.cache import targets
 from tests.distributed import run_ranks
 from tests.teacher.models import write_run
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +106,14 @@ def test_megatron_cores_version_is_found_without_metadata(monkeypatch):
     known = platform.megatron_version()
     monkeypatch.setattr(platform, "version", Mock(side_effect=PackageNotFoundError))
     assert platform.megatron_version() == known == version("megatron-core")
+
+
+def test_the_memory_needed_is_the_plans_unless_the_configuration_says():
+    """The paper's student on one node: what `megatron-kd plan` says of the very configuration."""
+    path = ROOT / "configs" / "gpt_oss_20b_32k_one_node.yaml"
+    config = load_config(path)
+    planned = make_report("", plan_run(config)).peak_gib
+    assert with_planned_memory(config, "distill", 1, 8).preflight.gpu_memory_gib == planned
+    assert with_planned_memory(config, "cache_teacher", 1, 8) == config
+    told = load_config(path, ["--preflight.gpu_memory_gib", "0"])
+    assert with_planned_memory(told, "distill", 1, 8) == told
