@@ -87,12 +87,26 @@ def field_comments(cls: type) -> dict[str, str]:
     return dict(pattern.findall(inspect.getsource(cls)))
 
 
+class _Yaml(yaml.SafeLoader):
+    """Booleans are true and false, as YAML 1.2 has it; by 1.1 `optimizer.distributed: no` would be one."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
 def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
     """The mapping in a file, laid over those of its bases. `below`: the files whose base this one is."""
     if path.resolve() in below:
         raise ConfigError(f"{path}: is its own base")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = yaml.load(path.read_text(encoding="utf-8"), _Yaml) or {}
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except yaml.YAMLError as error:
@@ -123,7 +137,7 @@ def _parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
             if not rest:
                 raise ConfigError(f"--{key}: a value is missing")
             value = rest.pop(0)
-        pairs.append((key, yaml.safe_load(value)))
+        pairs.append((key, yaml.load(value, _Yaml)))
     return pairs
 
 

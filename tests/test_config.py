@@ -43,6 +43,14 @@ def test_what_does_not_fit_is_named(file, overrides, message):
     assert message in str(caught.value)
 
 
+def test_yes_and_no_are_words_and_true_and_false_are_not(file):
+    file.write_text(MINIMAL + "optimizer: {distributed: no}\nstudent: {recompute: true}\n")
+    assert load_config(file).optimizer.distributed == "no"
+    assert load_config(file).student.recompute is True
+    config = load_config(file, ["--optimizer.distributed", "yes", "--student.recompute=false"])
+    assert (config.optimizer.distributed, config.student.recompute) == ("yes", False)
+
+
 def test_missing_sections_and_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         load_config(tmp_path / "absent.yaml")
