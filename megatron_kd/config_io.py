@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -90,7 +90,7 @@ def field_comments(cls: type) -> dict[str, str]:
 class _Yaml(yaml.SafeLoader):
     """Booleans are true and false, as YAML 1.2 has it; by 1.1 `optimizer.distributed: no` would be one."""
 
-    yaml_implicit_resolvers = {
+    yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

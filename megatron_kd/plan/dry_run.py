@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
@@ -39,7 +39,7 @@ from megatron_kd.plan.planned import PlannedRun
 from megatron_kd.plan.shape import student_config
 from megatron_kd.student.architecture import architecture, transformer_config
 from megatron_kd.student.flops import training_flops_per_token
-from megatron_kd.student.model import build_model
+from megatron_kd.student.model import build_model, initialize_parallel
 
 LOSSES = {
     "fused": fused_linear_kl,
@@ -89,24 +89,14 @@ def dry_run(run: PlannedRun, ranks: Sequence[int] | None = None) -> list[Counted
 
 @contextmanager
 def _world(run: PlannedRun, rank: int) -> Iterator[None]:
-    """This process as one rank of the run's world; the groups are those of student/model.py's initialize_parallel."""
+    """This process as one rank of the run's world."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise ValueError("a dry run needs a process of its own: a process group exists already")
-    parallel = run.config.parallel
     dist.init_process_group("fake", rank=rank, world_size=run.layout.world, store=FakeStore())
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tensor,
-            pipeline_model_parallel_size=parallel.pipeline,
-            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline,
-            context_parallel_size=parallel.context,
-            expert_model_parallel_size=parallel.expert,
-            expert_tensor_parallel_size=1,
-            create_gloo_process_groups=False,  # gloo would wait for the other ranks
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(run.config.seed)
+        initialize_parallel(run.config.parallel, run.config.seed, gloo=False)  # gloo would wait for the other ranks
         yield
     finally:
         parallel_state.destroy_model_parallel()

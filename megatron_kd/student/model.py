@@ -25,8 +25,13 @@ from megatron_kd.student.architecture import Architecture
 from megatron_kd.student.local_layers import leave_experts_alone, local_block
 
 
-def initialize_parallel(parallel: ParallelConfig, seed: int) -> None:
+def initialize_parallel(parallel: ParallelConfig, seed: int, *, gloo: bool = True) -> None:
     """Makes Megatron-Core's process groups for this layout.
+
+    Args:
+        parallel: the layout.
+        seed: of each rank's random numbers.
+        gloo: also make the groups over gloo that checkpoints of a distributed optimizer go through.
 
     Raises:
         ValueError: the world size does not divide into the layout.
@@ -46,6 +51,7 @@ def initialize_parallel(parallel: ParallelConfig, seed: int) -> None:
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
+        create_gloo_process_groups=gloo,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
