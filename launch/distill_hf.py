@@ -29,16 +29,15 @@ def main(config: RunConfig) -> Path:
     from megatron_kd.data.order import SampleOrder
     from megatron_kd.loss import fused_linear_kl
     from megatron_kd.student.hf_weights import HfWeights, save_hf
-    from megatron_kd.teacher.engine import positions_in_documents
     from megatron_kd.teacher.hf import HfEngine
     from megatron_kd.teacher.weights import resolve_model
-    from megatron_kd.train.checks import check_cache, check_first_batch
+    from megatron_kd.train.checks import check_cache, checked
 
     console = Console(metrics=Path(config.run_dir) / "metrics.jsonl")
     console.stage("Distil, without Megatron")
     cache = TeacherCache.open(config.cache_url)
     weights = HfWeights(resolve_model(config.student_init, console), config.student.keep_layers)
-    check_cache(cache.manifest, config, weights)
+    check_cache(cache.manifest, config, weights, config.cache_url)
 
     device = platform.device()
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[config.train.precision]
@@ -66,20 +65,16 @@ def main(config: RunConfig) -> Path:
         device=device,
         packed=False,
     )
+    stream = checked(loader, cache.manifest, config.loss, config.cache_url)
     with console.progress("distill", train.steps, "step") as progress:
         for step in range(1, train.steps + 1):
             started = time.perf_counter()
-            batches = [next(loader) for _ in range(train.global_batch // train.micro_batch)]
-            if step == 1:
-                check_first_batch(batches[0], config, cache.manifest)
+            batches = [next(stream) for _ in range(train.global_batch // train.micro_batch)]
             tokens = sum(batch.loss_mask.sum() for batch in batches)  # the step's loss is a mean over all of them
             sums = {"loss": 0.0, "kd": 0.0, "ce": 0.0, "tail": 0.0, "support": 0.0}
             for batch in batches:
-                hidden = model.base_model(
-                    input_ids=batch.tokens, position_ids=positions_in_documents(batch.segment), use_cache=False
-                ).last_hidden_state
                 losses = fused_linear_kl(
-                    hidden,
+                    engine.forward(batch.tokens, batch.segment),
                     head.weight,
                     batch.teacher,
                     objective=config.loss.objective,

@@ -1,6 +1,6 @@
 """The command `megatron-kd`: everything about a run that one process does.
 
-`evaluate` can be given several: `torchrun … -m megatron_kd.cli evaluate …`.
+`evaluate` can be given several, `preflight` one on each node: `torchrun … -m megatron_kd.cli evaluate …`.
 
 Each subcommand registers itself in `_add_commands`; heavy imports happen inside the commands, so that `--help` and a
 typo are answered at once. Results go to stdout, everything else to stderr; exit codes are entry.py's.
@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     _add_commands(commands)
     arguments, overrides = parser.parse_known_args(argv)
     config_file = getattr(arguments, "config", None)
-    if config_file is None and overrides:
+    arguments.overrides = overrides
+    if config_file is None and overrides and arguments.run is not _plan:
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
 
     from megatron_kd.entry import job
@@ -44,7 +45,17 @@ def _add_commands(commands: argparse._SubParsersAction) -> None:
     report.add_argument("--prompt", default="The return statement", help="what the student goes on from")
     report.add_argument("--tokens", type=int, default=32, help="how many tokens it adds")
 
+    preflight = _add_run_command(commands, "preflight", _preflight, "examine the nodes before a run (launch/nodes.sh)")
+    preflight.add_argument("--job", choices=("distill", "cache_teacher"), default="distill", help="what is to run")
+    preflight.add_argument("--gpus-per-node", type=int, metavar="N", help="0: on the CPU; default: all of node 0's")
+
     from megatron_kd.cache.cli import add_commands as add_cache_commands
+    from megatron_kd.plan.cli import add_arguments as add_plan_arguments
+
+    purpose = "memory, step time and cost of runs, side by side, before any GPU is rented"
+    plan = commands.add_parser("plan", help=purpose, description=purpose)
+    add_plan_arguments(plan)
+    plan.set_defaults(run=_plan)
 
     purpose = "look at, verify, mend and merge teacher caches"
     cache = commands.add_parser("cache", help=purpose, description=purpose)
@@ -96,6 +107,12 @@ def _export(arguments: argparse.Namespace) -> None:
     print(output)
 
 
+def _plan(arguments: argparse.Namespace) -> None:
+    from megatron_kd.plan.cli import plan
+
+    plan(arguments, arguments.overrides)
+
+
 def _evaluate(arguments: argparse.Namespace) -> None:
     from megatron_kd import platform
     from megatron_kd.console import Console
@@ -135,6 +152,19 @@ def _report(arguments: argparse.Namespace) -> None:
         ("evaluation", run_dir / "evaluation.json"),
     ):
         print(f"{what:<28}{path}")
+
+
+def _preflight(arguments: argparse.Namespace) -> None:
+    from megatron_kd import platform
+    from megatron_kd.entry import print_result
+    from megatron_kd.preflight.checks import table
+    from megatron_kd.preflight.run import preflight
+
+    rows = preflight(arguments.run_config, arguments.job, arguments.gpus_per_node)
+    print_result(table(rows))
+    platform.shutdown()
+    if not all(row.ok for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

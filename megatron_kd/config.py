@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+# fused: the logits exist one chunk at a time. forward_chunked, dense: the baselines, on whole logits. online: a teacher
+# in memory and no cache, fused likewise; online_dense: the same on whole logits.
+Implementation = Literal["fused", "forward_chunked", "dense", "online", "online_dense"]
+
 
 def _section(cls: type[_T]) -> type[_T]:
     """A frozen, keyword-only dataclass that rejects unknown keys when it is loaded."""
@@ -27,9 +31,11 @@ def _section(cls: type[_T]) -> type[_T]:
 @_section
 class TeacherConfig:
     model: str  # Hugging Face folder or name, a .gguf file, or package:NAME for weights inside an installed package
+    config: str = ""  # its config.json, for planning where `model` is not at hand; empty: that of `model`
     engine: Literal["hf", "megatron"] = "hf"  # hf: transformers, a replica a rank; megatron: split over ranks
     tensor: int = 1  # engine megatron: tensor-parallel ranks of a replica
     pipeline: int = 1  # engine megatron: pipeline stages of a replica
+    expert: int = 1  # engine megatron: ranks that share out the experts, tensor-parallel ones among them
     checkpoint: str = ""  # engine megatron: weights from this Megatron checkpoint; empty: those of `model`
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the device computes in it
     micro_batch: int = 4  # samples in one forward; never crosses a block, so it is part of the cache's identity
@@ -63,12 +69,15 @@ class CacheConfig:
 @_section
 class StudentConfig:
     init: str = ""  # Hugging Face folder to start from; empty: the teacher
+    config: str = ""  # its config.json, for planning where `init` is not at hand; empty: that of `init`
     keep_layers: tuple[int, ...] | None = None  # layers of `init` to keep, in this order; null: all
     recompute: bool = False  # recompute activations in backward
+    frozen: tuple[str, ...] = ()  # parameters whose Megatron names begin so are not trained: output_layer, embedding, …
 
 
 @_section
 class LossConfig:
+    implementation: Implementation = "fused"  # what forms the loss; the online ones want a resident teacher, no cache
     kind: Literal["ghost", "truncated", "renormalized"] = "ghost"  # what happens to the teacher's mass off the entries
     k: int | None = None  # use only the k most probable entries of the cache; null: all it holds
     temperature: float = 1.0  # softens teacher and student; the cache must store it
@@ -97,7 +106,7 @@ class ParallelConfig:
     tensor: int = 1  # tensor-parallel ranks
     pipeline: int = 1  # pipeline stages
     context: int = 1  # context-parallel ranks
-    expert: int = 1  # expert-parallel ranks
+    expert: int = 1  # ranks that share out the experts; taken from the tensor- and data-parallel ones
     virtual_pipeline: int | None = None  # model chunks a pipeline stage; null: no interleaving
     sequence_parallel: bool = False  # shard activations between the tensor-parallel ranks over the sequence
 
@@ -114,6 +123,8 @@ class OptimizerConfig:
     eps: float = 1.0e-8  # Adam's floor of the denominator
     clip_grad: float = 1.0  # largest gradient norm; 0: no clipping
     distributed: Literal["auto", "yes", "no"] = "auto"  # auto: where Transformer Engine or apex is installed
+    overlap_grad_reduce: bool = False  # sum gradients over replicas while the backward still runs
+    overlap_param_gather: bool = False  # gather updated parameters while the forward runs; distributed optimizer only
 
 
 @_section
@@ -122,8 +133,12 @@ class TrainConfig:
     global_batch: int = 32  # samples a step, over all ranks
     micro_batch: int = 1  # samples in one forward of one rank
     precision: Literal["bf16", "fp32"] = "bf16"  # parameters and activations; gradients are summed in fp32 in both
+    mean_over: Literal["tokens", "micro_batches"] = "tokens"  # micro_batches: mean of their means, whatever their masks
     log_interval: int = 1  # steps between two records of metrics
+    evaluate_interval: int = 0  # steps between two evaluations on evaluate_cache; 0: none
+    evaluate_cache: str = ""  # a cache of held-out samples (made with cache.split held_out and a url of its own)
     checkpoint_interval: int = 0  # steps between two checkpoints; 0: only at the end
+    checkpoint_async: bool = False  # write checkpoints in the background while training goes on
     checkpoint_dir: str = ""  # where checkpoints lie; empty: <run_dir>/checkpoints
     stop_after: int | None = None  # leave after this step with a checkpoint, as a scheduler's time limit would
 
@@ -132,6 +147,27 @@ class TrainConfig:
 class EvaluateConfig:
     samples: int | None = None  # held-out samples to evaluate on; null: all
     micro_batch: int = 4  # samples in one forward
+
+
+@_section
+class PreflightConfig:
+    gpu_memory_gib: float | None = None  # what every GPU must have free; null: the peak that `megatron-kd plan` expects
+    disk_gib: float | None = None  # what must be free for checkpoints; null: those to come, by the student's parameters
+    cache_blocks: int | None = 4  # blocks of the cache that each node decodes; null: all, divided among the nodes
+    clock_skew: float = 5.0  # seconds that the nodes' clocks may be apart
+    bandwidth: float = 0.0  # GB/s that an all-reduce between the nodes must reach; 0: only shown
+
+
+@_section
+class HardwareConfig:
+    device: str = "H200"  # what the figures below belong to; configs/hardware has them for others, with sources
+    nodes: int = 1  # machines
+    gpus_per_node: int = 8  # GPUs of one
+    memory_gib: float = 139.8  # of a GPU, as its driver reports it
+    tflops: float = 989.0  # dense bf16 peak of a GPU
+    memory_gb_s: float = 4800.0  # bandwidth of a GPU's memory
+    link_gb_s: float = 450.0  # between GPUs of a node, each way
+    network_gb_s: float = 50.0  # between nodes, of one GPU, each way
 
 
 @_section
@@ -147,6 +183,8 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    preflight: PreflightConfig = field(default_factory=PreflightConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
     @property
     def samples_dir(self) -> Path:

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -25,18 +25,14 @@ class ConfigError(ValueError):
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a run's YAML file and applies `--section.key value` overrides.
 
+    A file may begin with `base: FILE` or `base: [FILE, …]`, beside itself: it then says only what differs from them,
+    and a later file from an earlier one.
+
     Raises:
         ConfigError: file missing, not YAML, unknown key (names the nearest known one), value of the wrong type.
     """
     path = Path(path)
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: a mapping of sections is needed, found {type(values).__name__}")
+    values = _read(path, ())
     for key, value in _parse_overrides(overrides):
         *sections, name = key.split(".")
         target = values
@@ -91,6 +87,44 @@ def field_comments(cls: type) -> dict[str, str]:
     return dict(pattern.findall(inspect.getsource(cls)))
 
 
+class _Yaml(yaml.SafeLoader):
+    """Booleans are true and false, as YAML 1.2 has it; by 1.1 `optimizer.distributed: no` would be one."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+def _read(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
+    """The mapping in a file, laid over those of its bases. `below`: the files whose base this one is."""
+    if path.resolve() in below:
+        raise ConfigError(f"{path}: is its own base")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Yaml) or {}
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: a mapping of sections is needed, found {type(values).__name__}")
+    bases = values.pop("base", [])
+    merged: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged = _overlay(merged, _read(path.parent / base, (*below, path.resolve())))
+    return _overlay(merged, values)
+
+
+def _overlay(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    both = {key for key in lower.keys() & upper.keys() if isinstance(lower[key], dict) and isinstance(upper[key], dict)}
+    return {**lower, **upper, **{key: _overlay(lower[key], upper[key]) for key in both}}
+
+
 def _parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
     pairs = []
     rest = list(overrides)
@@ -103,7 +137,7 @@ def _parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
             if not rest:
                 raise ConfigError(f"--{key}: a value is missing")
             value = rest.pop(0)
-        pairs.append((key, yaml.safe_load(value)))
+        pairs.append((key, yaml.load(value, _Yaml)))
     return pairs
 
 

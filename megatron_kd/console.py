@@ -4,10 +4,13 @@ Every progress record goes to an append-only `metrics.jsonl` first. What the scr
 record: on a terminal a live bar (rich), elsewhere one `key=value` line every few seconds, so that a log file stays
 readable. Only rank 0 shows and records anything; the other ranks call the same methods to no effect. Everything goes
 to stderr; stdout is for results.
+
+A run that is started again records once more what it does once more. `read_steps` takes the last word on each step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -33,6 +36,8 @@ class Console:
         if self.active and metrics is not None:
             Path(metrics).parent.mkdir(parents=True, exist_ok=True)
             self._metrics = Path(metrics).open("a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+            if not _ends_a_line(Path(metrics)):
+                self._metrics.write("\n")
 
     def stage(self, title: str) -> None:
         """A heading."""
@@ -124,6 +129,21 @@ class StepProgress:
         return duration(seconds)
 
 
+def read_records(metrics: Path) -> list[dict[str, Any]]:
+    """All records of a `metrics.jsonl`, in order; a line that its writer was killed in is left out."""
+    records = []
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+def read_steps(metrics: Path, stage: str = "distill") -> dict[int, dict[str, Any]]:
+    """The records of a stage by step; of a step that was done again after a restart, the last."""
+    records = [record for record in read_records(metrics) if record.get("stage") == stage]
+    return {record["step"]: record for record in records if "step" in record}
+
+
 def duration(seconds: float) -> str:
     """`3h12m`, `4m05s` or `12s`."""
     minutes, rest = divmod(round(seconds), 60)
@@ -140,6 +160,12 @@ def byte_count(count: float) -> str:
             return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - 1, 0))
+        return file.read() in (b"", b"\n")
 
 
 def _short(value: Any) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_kd import platform
+from megatron_kd.lifetime import end_with_parent
 
 _OTHER_RANKS_WAIT_SECONDS = 1.0
 
@@ -24,8 +25,10 @@ def job(*expected: type[Exception]) -> Iterator[None]:
     """Runs a job; turns what goes wrong into a message and an exit code.
 
     `expected` exceptions (and bad values, missing files) are the user's to mend: their message is shown. Anything else
-    is ours and shows its traceback.
+    is ours and shows its traceback. A rank ends with the launcher that started it.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     try:
         yield
     except KeyboardInterrupt:

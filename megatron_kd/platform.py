@@ -15,10 +15,13 @@ import functools
 import importlib.util
 import os
 import resource
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -65,6 +68,19 @@ def has_accumulating_gemm() -> bool:
     return _CUDA and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 
+def megatron_version() -> str:
+    """Megatron-Core's; it is not imported, which takes seconds, nor need it have a package's metadata.
+
+    NVIDIA's NeMo images hold it without.
+    """
+    try:
+        return version("megatron-core")
+    except PackageNotFoundError:
+        folder = Path(str(importlib.util.find_spec("megatron.core").origin)).parent  # type: ignore[union-attr]
+        # From 0.19 on it adds the commit of whatever repository it lies in.
+        return str(runpy.run_path(str(folder / "package_info.py"))["__version__"]).split("+")[0]
+
+
 def init_distributed(timeout_seconds: float = 600.0) -> tuple[int, int]:
     """Joins torchrun's process group, or makes one of a single process.
 
@@ -72,15 +88,20 @@ def init_distributed(timeout_seconds: float = 600.0) -> tuple[int, int]:
         (rank, world size)
     """
     enable_megatron_without_cuda()
+    if _CUDA and not torch.distributed.is_initialized():
+        torch.cuda.set_device(device())
+    return join_group(backend(), timeout_seconds)
+
+
+def join_group(backend: str, timeout_seconds: float = 600.0) -> tuple[int, int]:
+    """As `init_distributed`, on a backend of choice and without Megatron-Core."""
     if not torch.distributed.is_initialized():
-        if _CUDA:
-            torch.cuda.set_device(device())
         if "WORLD_SIZE" not in os.environ:
             torch.distributed.init_process_group(
-                backend(), store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
+                backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60)
             )
         else:
-            torch.distributed.init_process_group(backend(), timeout=timedelta(seconds=timeout_seconds))
+            torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
@@ -118,6 +139,18 @@ def enable_megatron_without_cuda() -> None:
 
     megatron_random._get_cuda_rng_state = _get_rng_state
     megatron_random._set_cuda_rng_state = _set_rng_state
+
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.maybe_move_tensor_to_cpu = _moved_to_cpu
+
+
+def supply_te_general_gemm() -> None:
+    """Defines a name that Megatron-Core 0.16's router looks up, and does not define without Transformer Engine."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def enable_megatron_training_without_cuda() -> None:
@@ -171,6 +204,11 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool
     torch.set_rng_state(new_state)
 
 
+def _moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron-Core's converts to numpy only what it has moved; all_to_all takes numpy's sizes but not a tensor's."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 class _Stream:
     """A stream on a device that has only one: everything is already in order."""
 
@@ -186,7 +224,10 @@ class _Stream:
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    wait_stream = wait_event = record_event = synchronize = record = wait = _nothing
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
 
     def query(self) -> bool:
         return True

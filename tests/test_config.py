@@ -43,6 +43,14 @@ def test_what_does_not_fit_is_named(file, overrides, message):
     assert message in str(caught.value)
 
 
+def test_yes_and_no_are_words_and_true_and_false_are_not(file):
+    file.write_text(MINIMAL + "optimizer: {distributed: no}\nstudent: {recompute: true}\n")
+    assert load_config(file).optimizer.distributed == "no"
+    assert load_config(file).student.recompute is True
+    config = load_config(file, ["--optimizer.distributed", "yes", "--student.recompute=false"])
+    assert (config.optimizer.distributed, config.student.recompute) == ("yes", False)
+
+
 def test_missing_sections_and_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         load_config(tmp_path / "absent.yaml")
@@ -65,3 +73,21 @@ def test_every_field_is_documented():
     lines = [line.split() for line in describe_fields().splitlines()[1:]]
     undocumented = [words[0] for words in lines if len(words) < 2 or words[1].startswith("[")]
     assert undocumented == []
+
+
+def test_a_file_says_what_differs_from_its_bases(tmp_path):
+    """A later base is laid over an earlier one, the file over both; sections merge, lists and values replace."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "one.yaml").write_text(MINIMAL + "train: {steps: 7, global_batch: 4}\nstudent: {keep_layers: [1, 2]}\n")
+    (tmp_path / "sub" / "two.yaml").write_text("train: {steps: 8}\n")
+    top = tmp_path / "top.yaml"
+    top.write_text("base: [one.yaml, sub/two.yaml]\nstudent: {keep_layers: [3]}\n")
+    config = load_config(top, ["--train.micro_batch", "2"])
+    assert (config.train.steps, config.train.global_batch, config.train.micro_batch) == (8, 4, 2)
+    assert (config.student.keep_layers, config.teacher.model) == ((3,), "a")
+    (tmp_path / "one.yaml").write_text("base: top.yaml\n")
+    with pytest.raises(ConfigError, match="is its own base"):
+        load_config(top)
+    top.write_text("base: nowhere.yaml\n")
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        load_config(top)

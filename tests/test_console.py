@@ -2,7 +2,7 @@
 
 import json
 
-from megatron_kd.console import Console, byte_count, duration
+from megatron_kd.console import Console, byte_count, duration, read_records, read_steps
 
 
 def test_records_go_to_the_file_and_key_value_lines_to_stderr(tmp_path, capsys):
@@ -31,6 +31,22 @@ def test_the_file_is_appended_to(tmp_path):
         console.record({"value": value})
         console.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_last_record_of_a_step_counts_and_a_line_cut_short_is_left_out(tmp_path):
+    """As after a restart: steps 2 and 3 are done again, and the first process died while it wrote."""
+    path = tmp_path / "metrics.jsonl"
+    for steps, loss in (((1, 2, 3), 1.0), ((2, 3, 4), 2.0)):
+        console = Console(0, path)
+        with console.progress("distill", 4, "step") as progress:
+            for step in steps:
+                progress.update(step, {"loss": loss})
+        console.record({"stage": "evaluate", "step": 9})
+        console.close()
+        with path.open("a") as file:
+            file.write('{"stage": "distill", "st')
+    assert {step: record["loss"] for step, record in read_steps(path).items()} == {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0}
+    assert len(read_records(path)) == 8
 
 
 def test_other_ranks_are_silent(tmp_path, capsys):

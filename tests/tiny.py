@@ -1,9 +1,19 @@
-"""Tiny models of the Llama family, random but reproducible, and their Megatron twins."""
+"""Tiny models of every family, random but reproducible, and their Megatron twins."""
 
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from megatron_kd.config import ParallelConfig
 
@@ -25,12 +35,34 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1.5e5,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
 FAMILY = {
     "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama 3, untied": LlamaConfig(**SIZES, tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE),
     "qwen2, biases": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3, norms": Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "mistral, window": MistralConfig(**SIZES, sliding_window=5),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3 moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+    # Layers 0 and 2 see the last 5 positions; the limit is low enough to clamp.
+    "gpt-oss": GptOssConfig(
+        **SIZES,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=5,
+        swiglu_limit=2.0,
+        rope_parameters=YARN_ROPE,
+    ),
 }
+EXPERTS = ("mixtral", "qwen3 moe", "gpt-oss")
 
 
 def megatron_twin(config, tensors, length, parallel=None):

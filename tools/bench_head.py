@@ -3,6 +3,7 @@
     python tools/bench_head.py                              one shape, every variant, on this machine's device
     python tools/bench_head.py --simulate                   the paper's and GPT-OSS's shapes, without memory
     python tools/bench_head.py --positions 32768 65536 …    any shapes; see --help
+    python tools/bench_head.py --config configs/F.yaml      the head of a run, alone
     python tools/bench_head.py --report                     docs/benchmarks.md from the CSV files under docs/benchmarks
 
 Each configuration runs in a process of its own (tools/head_case.py), one a rank. Output: a table, a CSV with machine
@@ -37,6 +38,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
+from megatron_kd.config_io import load_config
+from megatron_kd.plan.planned import plan_run
 from tools import head_report
 from tools.head_case import VARIANTS, HeadCase
 from tools.head_peers import PEERS
@@ -64,7 +67,7 @@ def main() -> int:
     print(f"{len(cases)} configurations, one process each, on {machine()['machine']}", flush=True)
     off = {}
     if options.simulate:
-        off = {variant: simulation_error(variant, options) for variant in VARIANTS}
+        off = {variant: simulation_error(variant, options) for variant in options.variants}
         cases = [case for case in cases if abs(off[case.variant]) <= AGREEMENT]
     rows = []
     for index, case in enumerate(cases):
@@ -103,10 +106,31 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "bench_head")
     parser.add_argument("--report", action="store_true", help="make docs/benchmarks.md")
     parser.add_argument("--show", nargs="+", type=Path, help="print the table of these CSV files")
+    parser.add_argument("--config", type=Path, help="a run's YAML file: its head, entries, chunk and type as defaults")
+    config = parser.parse_known_args()[0].config
+    if config is not None:
+        parser.set_defaults(**head_of(config))
     options = parser.parse_args()
     if options.peers:
         options.variants += [name for name in PEERS if name not in options.variants]
     return options
+
+
+def head_of(config: Path) -> dict[str, Any]:
+    """The options that a run's configuration settles."""
+    run = plan_run(load_config(config))
+    return {
+        "positions": [run.layout.positions],
+        "hidden": run.shape.hidden,
+        "vocab": run.shape.vocab,
+        "topk": run.entries,
+        "tp": [run.layout.tensor],
+        "sequence_parallel": run.layout.sequence_parallel,
+        "chunk": run.loss.chunk_tokens or 0,
+        "dtype": {"bf16": "bfloat16", "fp32": "float32"}[run.config.train.precision],
+        "kind": run.loss.kind,
+        "main_grad": True,
+    }
 
 
 def measured_cases(options: argparse.Namespace) -> list[HeadCase]:
@@ -138,7 +162,7 @@ def simulated_cases(options: argparse.Namespace) -> list[HeadCase]:
     """
     cases = []
     for shape, positions in [*((PAPER, length) for length in options.lengths), (GPT_OSS, options.lengths[0])]:
-        for variant in VARIANTS:
+        for variant in options.variants:
             case = HeadCase(variant=variant, positions=positions, device="meta", repeats=0, kind=options.kind, **shape)
             cases.append(case)
             if variant == "fused":

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
-# What only a GPU can show about the loss, in one go: under five minutes on one H200.
+# What only a GPU can show, in one go: under five minutes on one H200.
 #
 #   PYTHON=python3 bash tools/gpu_check.sh
 #
-# Needs torch ≥ 2.11, triton and pytest, nothing else. In order:
+# Needs torch ≥ 2.11, triton and pytest; the last part also the package itself (bash tools/setup_env.sh), and uses
+# Transformer Engine's layers where it is installed. In order:
 #   1. the GPU tests: numbers against fp64, Triton against torch, 64-bit offsets at 16,384 × 151,936, memory,
 #      no waiting for the device
 #   2. one rank's share of the paper's head (D 4096, 65,536 of 131,072 columns, K 100) at 32K, 64K and 256K positions:
 #      measured peaks, time beside the bare GEMMs
 #   3. peers, where installed
+#   4. twenty steps of a small student in bf16 through the launchers, tensor-parallel over the GPUs
 # and one table of all figures last. Without a GPU the same is run with tiny sizes, to check the script.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -33,6 +35,14 @@ echo "== the paper's head, one rank's share"
 echo "== peers"
 "$python" tools/bench_head.py --positions "${peer_positions[@]}" "${shape[@]}" --peers --out "$out/peers" --timeout 120 ||
   failed=1
+
+echo "== twenty steps of a student"
+if "$python" -c 'import megatron.core, transformers, zarr' 2>/dev/null; then
+  rm -rf "$out/train"
+  "$python" tools/train_check.py "$out/train" || failed=1
+else
+  echo "left out: megatron-core, transformers or zarr is not installed for $python"
+fi
 
 echo "== all figures ($out)"
 "$python" tools/bench_head.py --show "$out/paper/head.csv" "$out/peers/head.csv"

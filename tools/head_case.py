@@ -39,7 +39,7 @@ from megatron_kd.loss import (
     gemm,
     reference,
 )
-from tools.allocator import measure
+from megatron_kd.plan.allocator import measure
 from tools.head_peers import PEERS, WITH_FULL_TEACHER, FullTeacher, peer_version
 
 VARIANTS: dict[str, Callable[..., Any]] = {

@@ -21,5 +21,5 @@ bin=${VENV:-.venv}/bin
 
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks share the cores
-# Two files at a time; a file's tests share what is costly to set up.
-"$bin/python" -m pytest -n 2 --dist loadfile "${selection[@]}" "$@"
+# Two files at a time, as a file's tests share what is costly to set up, in the order of tests/conftest.py.
+"$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"

@@ -15,7 +15,7 @@ from megatron_kd.cache.chunks import DamagedChunk
 from megatron_kd.cache.codecs import PRESETS
 from megatron_kd.cache.decode import CacheBatch, TokenBatch
 from megatron_kd.cache.encode import TARGET_NAMES, merge_draws
-from megatron_kd.cache.estimate import Estimate, check_space, estimate, recommended_block
+from megatron_kd.cache.estimate import Estimate, check_space, estimate, free_space, recommended_block
 from megatron_kd.cache.inspect import inspect
 from megatron_kd.cache.mend import Merged, merge, repair
 from megatron_kd.cache.prefetch import Prefetcher
@@ -47,6 +47,7 @@ __all__ = [
     "TokenBatch",
     "check_space",
     "estimate",
+    "free_space",
     "frequency_table",
     "inspect",
     "library_versions",

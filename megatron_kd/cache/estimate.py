@@ -71,13 +71,18 @@ def check_space(url: Url, needed: int) -> None:
     if "://" in text:
         return
     folder = Path(text).expanduser().absolute()
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_space(folder)
     if free < needed:
         raise CacheError(
             f"{folder} needs {needed / 2**30:.2f} GiB but the disk has {free / 2**30:.2f} GiB free: free some, lower "
             "k, use fewer samples or the 'compact' codecs, choose another place, or force the start"
         )
+
+
+def free_space(folder: Path) -> int:
+    """Bytes free on the disk that a folder lies on, or would."""
+    folder = folder.expanduser().absolute()
+    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
 
 
 def recommended_block(samples: int, seq_length: int, k: int, writers: int = 1) -> int:

@@ -71,6 +71,7 @@ class Manifest:
     device: str = "cpu"  # kind of device that computed the teacher
     tp: int = 1  # the teacher's tensor-parallel size
     pp: int = 1  # its pipeline-parallel size
+    ep: int = 1  # its expert-parallel size
     micro_batch: int = 1  # samples the teacher saw at once
     versions: Mapping[str, str] = field(default_factory=library_versions)
     created: str = field(default_factory=_now)
@@ -83,7 +84,7 @@ class Manifest:
             raise CacheError(
                 f"the cache has format {self.format!r} but this version reads format {FORMAT}: use a matching version"
             )
-        for name in ("vocab_size", "seq_length", "k", "block", "tp", "pp", "micro_batch"):
+        for name in ("vocab_size", "seq_length", "k", "block", "tp", "pp", "ep", "micro_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"manifest.{name} is {getattr(self, name)}; it must be at least 1")
         if self.samples < 0:
@@ -135,6 +136,7 @@ class Manifest:
     @classmethod
     def from_attributes(cls, attributes: Mapping[str, Any]) -> Manifest:
         """The inverse of `attributes`; other keys are left alone."""
+        attributes = {"ep": 1, **attributes}  # which the first caches of this format do not name
         names = [f.name for f in fields(cls)]
         absent = [name for name in names if name not in attributes]
         if absent:

@@ -1,9 +1,9 @@
-"""Checking a whole cache: every object decoded, every commit word recomputed."""
+"""Checking a cache, or some blocks of it: every object decoded, every commit word recomputed."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ class Report:
     """What `verify` found."""
 
     url: str
-    blocks: int
+    blocks: int  # looked at
     missing: tuple[int, ...] = ()  # never committed: a resumed writer fills them
     damaged: Mapping[int, str] = field(default_factory=dict)  # block → what is wrong with it, array named
     metadata: str | None = None  # what is wrong with the metadata; nothing else was looked at then
@@ -47,6 +47,7 @@ def verify(
     storage_options: Mapping[str, Any] | None = None,
     threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    only: Sequence[int] | None = None,
 ) -> Report:
     """Decode every object and recompute every commit word.
 
@@ -55,24 +56,25 @@ def verify(
         storage_options: passed to fsspec.
         threads: blocks checked at once; None for the number of cores.
         progress: called after each block with blocks done and blocks in all.
+        only: the blocks to look at; None for all.
     """
     store = open_store(url, storage_options)
     try:
         blocks = BlockStore(store)
     except CacheError as error:
         return Report(store.url, 0, metadata=str(error))
-    total = blocks.manifest.blocks
+    wanted = range(blocks.manifest.blocks) if only is None else only
     missing: list[int] = []
     damaged: dict[int, str] = {}
     with ThreadPoolExecutor(threads or os.cpu_count()) as pool:
-        for index, fault in enumerate(pool.map(lambda i: _fault(blocks, i), range(total))):
+        for done, (index, fault) in enumerate(zip(wanted, pool.map(lambda i: _fault(blocks, i), wanted)), start=1):
             if fault is not None and fault.missing:
                 missing.append(index)
             elif fault is not None:
                 damaged[index] = fault.message
             if progress is not None:
-                progress(index + 1, total)
-    return Report(store.url, total, tuple(missing), damaged, leftovers=tuple(blocks.leftovers()))
+                progress(done, len(wanted))
+    return Report(store.url, len(wanted), tuple(missing), damaged, leftovers=tuple(blocks.leftovers()))
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
+from megatron_kd.console import read_steps
 from megatron_kd.evaluate.run import Evaluation
 
 _COLUMNS = ("kl", "cross_entropy", "perplexity", "top1_agreement")
@@ -31,8 +31,7 @@ def plot_loss(metrics: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    steps = {record["step"]: record for record in records if record.get("stage") == "distill"}
+    steps = read_steps(metrics)
     if not steps:
         raise ValueError(f"{metrics} holds no training step")
     numbers = sorted(steps)

@@ -52,6 +52,37 @@ class Head:
         """[columns, D]: the weight without its padding."""
         return self.weight[: self.plan.shard.columns]
 
+    def hidden_chunks(self, spans: list[slice]) -> Iterator[tuple[slice, Tensor]]:
+        """Hidden rows of each chunk [C, D], 0 where masked; the next chunk's are gathered during this one's work."""
+        gather = self.plan.shard.gather_rows
+        gathering = gather(self.hidden[spans[0]]) if spans else None
+        for index, span in enumerate(spans):
+            assert gathering is not None
+            hidden = gathering.wait()
+            if index + 1 < len(spans):
+                gathering = gather(self.hidden[spans[index + 1]])
+            dead = self.dead(span)
+            # 0·NaN is NaN: a masked row must not reach a GEMM as it is.
+            yield span, hidden if dead is None else hidden.masked_fill(dead[:, None], 0)
+
+    def buffers(self, spans: list[slice], slots: int) -> list[Tensor]:
+        """Room for the logits of `slots` chunks; rows as wide as the padded vocabulary keep the GEMMs aligned."""
+        longest = max((span.stop - span.start for span in spans), default=0) * self.plan.shard.parts
+        return [self.weight.new_empty((longest, self.weight.shape[0])) for _ in range(slots)]
+
+    def project(self, hidden: Tensor, buffer: Tensor) -> Tensor:
+        """Logits of a chunk over this rank's true columns, in the buffer."""
+        columns = self.plan.shard.columns
+        bias = None if self.bias is None else self.bias[:columns]
+        return gemm.project(hidden, self.true_weight(), bias, buffer[: hidden.shape[0], :columns])
+
+    def finish(self, x: Tensor) -> Tensor:
+        """A result of every position as the caller gets it: weighted by the mask, in the loss's type and shape."""
+        mask, kind = self.loss_mask, torch.promote_types(self.hidden.dtype, torch.float32)
+        if mask is not None:
+            x = (x * mask).masked_fill(mask == 0, 0)
+        return x.to(kind).view(self.plan.leading)
+
 
 @dataclass(frozen=True)
 class RowResults:
@@ -94,6 +125,21 @@ class HeadGradients:
         if self.bias is not None:
             gemm.add_column_sums(self.bias[: shard.columns], dlogits)
 
+    def deliver(
+        self, inputs: tuple[Tensor, Tensor, Tensor | None], main_grad: Tensor | None, scale: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of hidden, weight and bias as autograd wants them, times `scale`."""
+        hidden, weight, bias = inputs
+        if scale is not None:
+            for gradient in (self.hidden, self.bias):
+                if gradient is not None:
+                    gradient.mul_(scale)
+        return (
+            None if self.hidden is None else self.hidden.view(hidden.shape),
+            None if self.weight is None else self.weight.deliver(weight, main_grad, scale),
+            None if self.bias is None or bias is None else self.bias.to(bias.dtype),
+        )
+
     def wait(self) -> None:
         """Until dh is complete for everything added so far."""
         if self._reducing is not None:
@@ -108,10 +154,10 @@ def forward_pass(head: Head, gradients: HeadGradients | None) -> RowResults:
     alone = head.plan.shard.size == 1
     slots = 2 if gradients is not None and not alone else 1
     spans = head.plan.spans(slots)
-    buffers = _buffers(head, spans, slots)
+    buffers = head.buffers(spans, slots)
     previous: _Chunk | None = None
-    for index, (span, hidden) in enumerate(_hidden_chunks(head, spans)):
-        logits = _project(head, hidden, buffers[index % slots])
+    for index, (span, hidden) in enumerate(head.hidden_chunks(spans)):
+        logits = head.project(hidden, buffers[index % slots])
         if previous is not None:
             _finish(head, previous, results, gradients)
         previous = _measure(head, span, hidden, logits)
@@ -129,9 +175,9 @@ def forward_pass(head: Head, gradients: HeadGradients | None) -> RowResults:
 def backward_pass(head: Head, partition: Partition, upstream: Tensor, gradients: HeadGradients) -> None:
     """Gradients of Σ upstream·loss, upstream [N] fp64 without the mask's weights; projects every chunk again."""
     spans = head.plan.spans(1)
-    (buffer,) = _buffers(head, spans, 1)
-    for span, hidden in _hidden_chunks(head, spans):
-        logits = _project(head, hidden, buffer)
+    (buffer,) = head.buffers(spans, 1)
+    for span, hidden in head.hidden_chunks(spans):
+        logits = head.project(hidden, buffer)
         entries = _entries(head, span)
         chunk = _Chunk(span, hidden, logits, entries, _gather(logits, entries), None)
         part = Partition(*(head.take(x, span) for x in partition))
@@ -239,30 +285,3 @@ def _target(head: Head, span: slice) -> rows.Target:
     assert ids is not None
     assert logprobs is not None
     return rows.make_target(head.plan.objective.kind, TeacherTopK(ids, logprobs, tail), head.dead(span))
-
-
-def _hidden_chunks(head: Head, spans: list[slice]) -> Iterator[tuple[slice, Tensor]]:
-    """Hidden rows of each chunk [C, D], 0 where masked; the next chunk's are gathered during this one's work."""
-    gather = head.plan.shard.gather_rows
-    gathering = gather(head.hidden[spans[0]]) if spans else None
-    for index, span in enumerate(spans):
-        assert gathering is not None
-        hidden = gathering.wait()
-        if index + 1 < len(spans):
-            gathering = gather(head.hidden[spans[index + 1]])
-        dead = head.dead(span)
-        # 0·NaN is NaN: a masked row must not reach a GEMM as it is.
-        yield span, hidden if dead is None else hidden.masked_fill(dead[:, None], 0)
-
-
-def _buffers(head: Head, spans: list[slice], slots: int) -> list[Tensor]:
-    """Room for the logits of `slots` chunks; rows as wide as the padded vocabulary keep the GEMMs aligned."""
-    longest = max((span.stop - span.start for span in spans), default=0) * head.plan.shard.parts
-    return [head.weight.new_empty((longest, head.weight.shape[0])) for _ in range(slots)]
-
-
-def _project(head: Head, hidden: Tensor, buffer: Tensor) -> Tensor:
-    """Logits of a chunk over this rank's true columns, in the buffer."""
-    columns = head.plan.shard.columns
-    bias = None if head.bias is None else head.bias[:columns]
-    return gemm.project(hidden, head.true_weight(), bias, buffer[: hidden.shape[0], :columns])

@@ -16,7 +16,6 @@ Collectives: vocab_parallel's, in chunked_head's order.
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_kd.loss.chunked_head import Head, HeadGradients, RowResults, backward_pass, forward_pass
+from megatron_kd.loss.gemm import without_autocast
 from megatron_kd.loss.kernels import KernelChoice
 from megatron_kd.loss.objective import KDLoss, KDObjective, Partition, TeacherTopK
 from megatron_kd.loss.plan import BackwardMode, Plan, make_plan
@@ -115,7 +115,7 @@ class _FusedLinearKL(torch.autograd.Function):
         tensors = (hidden, weight, bias, ids, logprobs, tail_logprob, labels, loss_mask)
         head = _flatten(plan, tensors)
         ctx.formed = HeadGradients(head, needs, None) if plan.in_forward and any(needs) else None
-        with _without_autocast(hidden.device):
+        with without_autocast(hidden.device):
             results = forward_pass(head, ctx.formed)
         ctx.save_for_backward(*tensors, *results.partition)
         ctx.plan = plan
@@ -142,17 +142,10 @@ class _FusedLinearKL(torch.autograd.Function):
             del gradients
             head = _flatten(plan, tensors)
             gradients = HeadGradients(head, ctx.needs_input_grad[:3], main_grad)
-            with _without_autocast(upstream.device):
+            with without_autocast(upstream.device):
                 partition = Partition(shift, log_z, log_tail, log_plain)
                 backward_pass(head, partition, upstream.reshape(-1).double(), gradients)
-        return (*_deliver(gradients, tensors, main_grad, scale), *(None,) * 7)
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Products stay in the parameters' type, into memory of that type."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+        return (*gradients.deliver(tuple(tensors[:3]), main_grad, scale), *(None,) * 7)
 
 
 def _flatten(plan: Plan, tensors: Any) -> Head:
@@ -165,43 +158,19 @@ def _flatten(plan: Plan, tensors: Any) -> Head:
 
 def _losses(head: Head, results: RowResults) -> tuple[Tensor | None, ...]:
     """KDLoss's fields from the rows' results."""
-    part, objective, mask = results.partition, head.plan.objective, head.loss_mask
+    part, objective = results.partition, head.plan.objective
     kd = (results.on_support + results.on_tail) * objective.kd_scale
     ce = None if head.labels is None else part.log_plain - results.label_logit
     # 1 − T_q would do as well here, as nothing is differentiated; expm1 keeps a small support exact.
     support = -torch.expm1(part.log_tail - part.log_z)
     loss = objective.kd_weight * kd if ce is None else objective.kd_weight * kd + objective.ce_weight * ce
-    kind = torch.promote_types(head.hidden.dtype, torch.float32)
-
-    def finish(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        if mask is not None:
-            x = (x * mask).masked_fill(mask == 0, 0)
-        return x.to(kind).view(head.plan.leading)
-
-    return tuple(finish(x) for x in (loss, kd, ce, results.teacher_tail, support))
+    fields = (loss, kd, ce, results.teacher_tail, support)
+    return tuple(None if x is None else head.finish(x) for x in fields)
 
 
 def _uniform(upstream: Tensor) -> bool:
     """Whether all elements are one and the same memory."""
     return all(stride == 0 for size, stride in zip(upstream.shape, upstream.stride()) if size > 1)
-
-
-def _deliver(
-    gradients: HeadGradients, tensors: Any, main_grad: Tensor | None, scale: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of hidden, weight and bias as autograd wants them, times `scale`."""
-    hidden, weight, bias, *_ = tensors
-    d_hidden, d_bias = gradients.hidden, gradients.bias
-    if scale is not None:
-        d_hidden = None if d_hidden is None else d_hidden.mul_(scale)
-        d_bias = None if d_bias is None else d_bias.mul_(scale)
-    return (
-        None if d_hidden is None else d_hidden.view(hidden.shape),
-        None if gradients.weight is None else gradients.weight.deliver(weight, main_grad, scale),
-        None if d_bias is None else d_bias.to(bias.dtype),
-    )
 
 
 _warned = False

@@ -14,11 +14,20 @@ Shapes: C rows, D hidden, V columns. Collectives: none.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 _SLICE_BYTES = 64 << 20
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Products stay in the parameters' type, into memory of that type."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

@@ -48,6 +48,19 @@ class TeacherTopK(NamedTuple):
     tail_logprob: Tensor | None = None
 
 
+def without_entries(positions: int, device: torch.device) -> TeacherTopK:
+    """K = 0, where the teacher's distribution comes from elsewhere."""
+    return TeacherTopK(*(torch.empty(positions, 0, dtype=kind, device=device) for kind in (torch.int32, torch.float32)))
+
+
+class TeacherHead(NamedTuple):
+    """A resident teacher, whose whole distribution is softmax((hidden·weightᵀ + bias)/τ)."""
+
+    hidden: Tensor  # [N, Dt] or [s, b, Dt]: what enters its output layer; sliced as the student's is
+    weight: Tensor  # [Vp, Dt]; this rank's shard, of the same padded vocabulary as the student's
+    bias: Tensor | None = None  # [Vp]
+
+
 @dataclass(frozen=True)
 class KDObjective:
     """What is minimised: kd_weight·KD + ce_weight·CE per position."""
@@ -72,6 +85,11 @@ class KDObjective:
     def kd_scale(self) -> float:
         """Factor of the reported KD: τ² or 1."""
         return self.temperature**2 if self.scale_by_temperature_squared else 1.0
+
+    @property
+    def kd_factor(self) -> float:
+        """Factor of ∂KD/∂(z/τ) in ∂L/∂z: the chain rule's 1/τ, and τ² where asked."""
+        return self.kd_weight * self.kd_scale / self.temperature
 
 
 class KDLoss(NamedTuple):
@@ -162,7 +180,7 @@ def dense_coefficients(objective: KDObjective, target: Target, part: Partition) 
     partition serves both. With the largest tail logit as the shift no exponential overflows and a and b are at
     most of the order of the largest gradient, also where the student's tail has almost no mass.
     """
-    tau, kd = objective.temperature, _kd_factor(objective)
+    tau, kd = objective.temperature, objective.kd_factor
     mass = target.log_probs.exp().sum(1) + _bucket(target, part)
     within_tail = torch.exp(part.shift / tau - part.log_tail.masked_fill(part.log_tail == -math.inf, 0))
     dense = kd * (mass * torch.exp(part.shift / tau - part.log_z) - _bucket(target, part) * within_tail)
@@ -176,7 +194,7 @@ def dense_coefficients(objective: KDObjective, target: Target, part: Partition) 
 
 def entry_gradients(objective: KDObjective, target: Target, part: Partition, z: Tensor, entries: Entries) -> Tensor:
     """[C, E]: ∂L/∂z at the entries this rank holds (0 elsewhere), from their own logits, to be rounded once."""
-    tau, kd = objective.temperature, _kd_factor(objective)
+    tau, kd = objective.temperature, objective.kd_factor
     tail = _bucket(target, part)
     probs = target.log_probs.exp()
     mass = probs.sum(1) + tail
@@ -193,8 +211,3 @@ def entry_gradients(objective: KDObjective, target: Target, part: Partition, z: 
 def _bucket(target: Target, part: Partition) -> Tensor:
     """The tail mass the objective asks for, where the student has a tail at all."""
     return target.tail.masked_fill(part.log_tail == -math.inf, 0)
-
-
-def _kd_factor(objective: KDObjective) -> float:
-    """Factor of ∂KD/∂(z/τ) in ∂L/∂z: the chain rule's 1/τ, and τ² where asked."""
-    return objective.kd_weight * objective.kd_scale / objective.temperature

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_kd.loss.kernels import KernelChoice, RowKernels, select
-from megatron_kd.loss.objective import KDObjective, TeacherTopK
+from megatron_kd.loss.objective import KDObjective, TeacherHead, TeacherTopK
 from megatron_kd.loss.vocab_parallel import VocabShard
 from megatron_kd.loss.weight_grad import takes_main_grad
 
@@ -63,7 +63,7 @@ def choose_chunk_tokens(positions: int, weight_rows: int, element_size: int, bud
 def make_plan(
     hidden: Tensor,
     weight: Tensor,
-    teacher: TeacherTopK,
+    teacher: TeacherTopK | None,
     *,
     objective: KDObjective,
     labels: Tensor | None,
@@ -77,7 +77,7 @@ def make_plan(
     kernels: KernelChoice = "auto",
     accumulate_main_grad: bool | None = None,
 ) -> Plan:
-    """Check the arguments of fused_linear_kl and settle its plan; raises ValueError."""
+    """Check the arguments of fused_linear_kl, or (teacher None) of online_kl; settle the plan; raises ValueError."""
     if hidden.dim() not in (2, 3) or weight.dim() != 2:
         raise ValueError(
             f"hidden is {list(hidden.shape)} and weight {list(weight.shape)}; need [N, D] or [s, b, D], and [Vp, D]"
@@ -96,7 +96,8 @@ def make_plan(
     _check_vocabulary(weight.shape[0], vocab_size, tp)
     shard = VocabShard.of(weight.shape[0], vocab_size, tp_group, sequence_parallel)
     leading = torch.Size((hidden.shape[0] * shard.parts, *hidden.shape[1:-1]))
-    _check_targets(teacher, leading, weight.shape[0] * tp)
+    if teacher is not None:
+        _check_targets(teacher, leading, weight.shape[0] * tp)
     if objective.ce_weight != 0 and labels is None:
         raise ValueError(f"ce_weight is {objective.ce_weight} but labels is None: give labels or set ce_weight to 0")
     if labels is not None:
@@ -121,6 +122,18 @@ def make_plan(
         in_forward=backward == "in_forward" and hidden.dtype != torch.float16 and leading.numel() > 0,
         main_grad=takes_main_grad(weight, accumulate_main_grad),
     )
+
+
+def check_teacher_head(hidden: Tensor, weight: Tensor, teacher: TeacherHead) -> None:
+    """Raise ValueError where a resident teacher does not match the student's positions, columns or type."""
+    if teacher.hidden.shape[:-1] != hidden.shape[:-1]:
+        raise ValueError(
+            f"teacher.hidden is {list(teacher.hidden.shape)} but hidden is {list(hidden.shape)}; "
+            "both must hold the same positions"
+        )
+    _same("teacher.hidden's last dimension", teacher.hidden.shape[-1], "teacher.weight's", teacher.weight.shape[-1])
+    _same("teacher.weight's rows", teacher.weight.shape[0], "weight's", weight.shape[0])
+    _same("teacher.hidden.dtype", teacher.hidden.dtype, "teacher.weight.dtype", teacher.weight.dtype)
 
 
 def _check_vocabulary(weight_rows: int, vocab_size: int | None, tp: int) -> None:

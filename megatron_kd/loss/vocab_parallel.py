@@ -6,7 +6,8 @@ order: rank r has positions r·N/t … (r+1)·N/t − 1, and a chunk takes the s
 rows are {r·N/t + local}.
 
 Collectives: per chunk one all-gather of the row statistics, the gather of hidden rows (sequence parallel) and the
-reduction of their gradient; once a call, the sum of per-entry divergences. With one rank none of them runs.
+reduction of their gradient; once a call, the sum of per-entry divergences; for the dense baselines, the gather of
+logits. With one rank none of them runs.
 Shapes: N positions of the whole sequence, C rows of a chunk, D hidden.
 """
 
@@ -100,6 +101,14 @@ class VocabShard:
         everyone = local.new_empty((self.size * local.shape[0], local.shape[1]))
         work = _all_gather(everyone, local, group=self.group, async_op=True)
         return Pending(everyone.unflatten(0, (self.size, -1)), work)
+
+    def gather_columns(self, logits: Tensor) -> Tensor:
+        """[N, Vp] of this rank → [N, t·Vp] of all."""
+        if self.size == 1:
+            return logits.view_as(logits)
+        everyone = logits.new_empty((self.size * logits.shape[0], logits.shape[1]))
+        _all_gather(everyone, logits, group=self.group)
+        return everyone.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)
 
     def sum_(self, x: Tensor) -> Tensor:
         """Sum over ranks, in place."""

@@ -24,7 +24,7 @@ from torch.nn import Module
 from megatron_kd import platform
 from megatron_kd.cache import TeacherCache
 from megatron_kd.config import LossConfig
-from megatron_kd.data.dataset import Batch, BatchLoader
+from megatron_kd.data.dataset import Batch
 from megatron_kd.plugin.attach import KDHandle, attach
 from megatron_kd.plugin.steps import LossFunction, distillation_step, open_cache, open_loader
 
@@ -189,13 +189,14 @@ class TeacherCacheConfig(DatasetProvider):
             return
         config, done = state.cfg, state.train_state
         _refuse_unsupported(config)
-        begins = ((train, config.train.micro_batch_size, done.consumed_train_samples),)
+        begins = ((train, self.url, config.train.micro_batch_size, done.consumed_train_samples),)
         if valid is not None:
-            begins += ((valid, config.validation.eval_micro_batch_size, done.consumed_valid_samples),)
-        for stream, micro_batch, consumed in begins:
+            begins += ((valid, self.valid_url, config.validation.eval_micro_batch_size, done.consumed_valid_samples),)
+        for stream, url, micro_batch, consumed in begins:
             stream.loader = open_loader(
                 stream.cache,
                 self.loss,
+                url=url,
                 head=handle.has_head,
                 packed=self.packed,
                 micro_batch=micro_batch,
@@ -209,7 +210,7 @@ class CacheStream:
 
     def __init__(self, cache: TeacherCache) -> None:
         self.cache = cache
-        self.loader: BatchLoader | None = None
+        self.loader: Iterator[Batch] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
         return self

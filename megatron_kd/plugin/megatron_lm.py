@@ -148,11 +148,12 @@ class Distillation:
                 packed=_takes_packed(args),
                 seed=args.seed,
             )
-            train = loader(cache, order=order, micro_batch=args.micro_batch_size, consumed=args.consumed_train_samples)
+            micro_batch, consumed = args.micro_batch_size, args.consumed_train_samples
+            train = loader(cache, url=args.kd_cache, order=order, micro_batch=micro_batch, consumed=consumed)
             valid = None
             if self._valid is not None:
                 micro_batch, consumed = args.eval_micro_batch_size, args.consumed_valid_samples
-                valid = loader(self._valid, micro_batch=micro_batch, consumed=consumed)
+                valid = loader(self._valid, url=args.kd_valid_cache, micro_batch=micro_batch, consumed=consumed)
             return train, valid, None
 
         provider.is_distributed = True  # type: ignore[attr-defined]  # it is to be called on every rank

@@ -26,6 +26,7 @@ from megatron_kd.config import LossConfig
 from megatron_kd.data.dataset import Batch, BatchLoader, Place
 from megatron_kd.data.order import SampleOrder
 from megatron_kd.plugin.attach import KDHandle
+from megatron_kd.train.checks import check_entries, checked
 from megatron_kd.train.step import forward_step
 
 Summed = tuple[Tensor, Tensor, dict[str, Tensor]]  # Megatron's triple: loss sum, tokens, {name: [sum, count]}
@@ -63,9 +64,7 @@ def open_cache(
                 f"the tokenizer {tokenizer} has hash {found[:12]}…; {url} was made with "
                 f"{manifest.tokenizer_hash[:12]}…: use the teacher's tokenizer"
             )
-    if manifest.entries == "sampled" and loss.kind != "renormalized":
-        raise ValueError(f"the loss is of kind {loss.kind}; {url} holds sampled entries, which need renormalized")
-    cache.read([], k=loss.k, temperature=loss.temperature)  # no sample, but refused if it could not serve them
+    check_entries(manifest, loss, url)
     return cache
 
 
@@ -73,18 +72,20 @@ def open_loader(
     cache: TeacherCache,
     loss: LossConfig,
     *,
+    url: str,
     head: bool,
     packed: bool,
     micro_batch: int,
     consumed: int,
     seed: int,
     order: type[SampleOrder] = SampleOrder,
-) -> BatchLoader:
-    """This rank's micro-batches from where the run has got to, read ahead.
+) -> Iterator[Batch]:
+    """This rank's micro-batches from where the run has got to, read ahead; the first one's targets are checked.
 
     Args:
         cache: where samples are read; or what stands before it.
         loss: how many entries, at which temperature.
+        url: the cache's, for messages.
         head: whether this rank, or this virtual stage of it, has the output layer.
         packed: documents as PackedSeqParams rather than a mask.
         micro_batch: samples in one forward of one rank.
@@ -94,7 +95,7 @@ def open_loader(
     """
     place, manifest = Place.of_this_rank(head=head), cache.manifest
     drawn = micro_batch * place.ranks  # a micro-batch of each rank: the global batch may grow during a run
-    return BatchLoader(
+    loader = BatchLoader(
         cache,
         order(manifest.samples, manifest.block, seed, drawn),
         loss,
@@ -104,6 +105,7 @@ def open_loader(
         device=platform.device(),
         packed=packed,
     )
+    return checked(loader, manifest, loss, url)
 
 
 def distillation_step(

@@ -3,17 +3,19 @@
     <folder>/step_00000040/     sharded weights, optimizer, learning-rate schedule; any later layout can load it
 
 A checkpoint is written beside its final name and renamed when it is complete, so that whatever carries the name
-`step_…` can be resumed from. Collectives: those of `dist_checkpointing`, and a barrier before and after the rename.
+`step_…` can be resumed from. Collectives: those of `dist_checkpointing`, and barriers around the writing.
 """
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.utils import unwrap_model
 from torch.nn import Module
 
@@ -26,23 +28,53 @@ def latest_checkpoint(folder: Path) -> tuple[int, Path] | None:
     return max(found, default=None)
 
 
-def save_checkpoint(folder: Path, step: int, chunks: list[Module], optimizer: Any, scheduler: Any) -> Path:
-    """Writes `step_<step>` under `folder`; collective."""
-    final = folder / f"step_{step:08d}"
-    partial = final.with_suffix(".partial")
-    on_first_rank = torch.distributed.get_rank() == 0
-    if on_first_rank:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    torch.distributed.barrier()
-    state = _sharded_state(chunks, optimizer, scheduler, is_loading=False)
-    dist_checkpointing.save({**state, "step": step}, str(partial))
-    torch.distributed.barrier()
-    if on_first_rank:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-    torch.distributed.barrier()
-    return final
+class CheckpointWriter:
+    """Writes checkpoints under one folder; all methods are collective."""
+
+    def __init__(self, folder: Path, *, background: bool = False) -> None:
+        """Args: background: `save` returns when the state is copied; a forked process writes it."""
+        self._folder, self._background = folder, background
+        self._queue = AsyncCallsQueue()
+
+    def save(self, step: int, chunks: list[Module], optimizer: Any, scheduler: Any) -> Path:
+        """Writes `step_<step>`; it appears under that name when it is complete."""
+        self.close()  # one at a time: a second copy of the state would wait in memory
+        final = self._folder / f"step_{step:08d}"
+        partial = final.with_suffix(".partial")
+        on_first_rank = torch.distributed.get_rank() == 0
+        if on_first_rank:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        torch.distributed.barrier()
+        state = {**_sharded_state(chunks, optimizer, scheduler, is_loading=False), "step": step}
+        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True, **_OWN_WRITER)
+
+        def publish() -> None:
+            if on_first_rank:
+                shutil.rmtree(final, ignore_errors=True)
+                partial.rename(final)
+            torch.distributed.barrier()
+
+        request.add_finalize_fn(publish)
+        if self._background:
+            self._queue.schedule_async_request(request)
+        else:
+            request.execute_sync()
+        return final
+
+    def poll(self) -> None:
+        """Publishes what has been written in the meantime."""
+        self._queue.maybe_finalize_async_calls(blocking=False)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._queue.maybe_finalize_async_calls(blocking=True)
+
+
+# From 0.19 on another package's writer is the default where it is installed.
+_OWN_WRITER = (
+    {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+)
 
 
 def load_checkpoint(folder: Path, chunks: list[Module], optimizer: Any = None, scheduler: Any = None) -> int:

@@ -3,6 +3,9 @@
 Pruning a teacher into a student is nothing more than a list of layers to keep: the view renumbers them, and everything
 downstream (building, loading, exporting, evaluating) sees an ordinary, shallower checkpoint. Tensors are read one at a
 time, so a checkpoint of any size can be opened.
+
+GPT-OSS is published with its experts in MXFP4: for a tensor `x`, `x_blocks` holds two 4-bit numbers a byte and
+`x_scales` an exponent for every 32 of them. The view shows `x` in bfloat16, which holds all those numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+_BLOCKS, _SCALES = "_blocks", "_scales"  # suffixes of a tensor in MXFP4
 _LAYER = re.compile(r"^(model\.layers\.)(\d+)(\..*)$")
 # Everything beside the weights that a tokenizer or generation needs.
 _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "generation_config.json", "*.jinja")
@@ -47,17 +52,40 @@ class HfWeights(Mapping[str, Tensor]):
             self.config.layer_types = [self.config.layer_types[layer] for layer in kept]
         stored = {name: safe_open(file, "pt") for file in files for name in safe_open(file, "pt").keys()}  # noqa: SIM118
         self._tensors = {
-            new_name: (handle, name) for name, handle in stored.items() for new_name in _renumbered(name, kept)
+            new_name.removesuffix(_BLOCKS): (handle, name)
+            for name, handle in stored.items()
+            if not name.endswith(_SCALES)
+            for new_name in _renumbered(name, kept)
         }
+        self._scales = {name: handle for name, handle in stored.items() if name.endswith(_SCALES)}
+        self._leave_quantization(folder)
 
     def __getitem__(self, name: str) -> Tensor:
         handle, stored_name = self._tensors[name]
-        return handle.get_tensor(stored_name)
+        tensor = handle.get_tensor(stored_name)
+        if not stored_name.endswith(_BLOCKS):
+            return tensor
+        scales = stored_name.removesuffix(_BLOCKS) + _SCALES
+        return convert_moe_packed_tensors(tensor, self._scales[scales].get_tensor(scales))
 
     @property
     def parameters(self) -> int:
         """Numbers in all tensors; nothing is read."""
-        return sum(math.prod(handle.get_slice(name).get_shape()) for handle, name in self._tensors.values())
+        return sum(
+            math.prod(handle.get_slice(name).get_shape()) * (2 if name.endswith(_BLOCKS) else 1)
+            for handle, name in self._tensors.values()
+        )
+
+    def _leave_quantization(self, folder: str | Path) -> None:
+        """What is read, trained and saved is not quantised, so the configuration says so no longer."""
+        settings = getattr(self.config, "quantization_config", None)
+        if settings is None:
+            return
+        if settings["quant_method"] != "mxfp4":
+            raise ValueError(
+                f"{folder}: its weights are quantised, quant_method {settings['quant_method']!r}; only 'mxfp4' is read"
+            )
+        del self.config.quantization_config
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -88,11 +116,6 @@ def save_hf(
             shutil.copy2(file, partial)
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-
-
-def parameter_count(weights: HfWeights) -> int:
-    """Number of stored parameters; a tied head counts once."""
-    return sum(weights[name].numel() for name in weights)
 
 
 def _renumbered(name: str, kept: Sequence[int]) -> list[str]:

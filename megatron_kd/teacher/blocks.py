@@ -1,5 +1,8 @@
 """One block of the cache: its samples through the teacher, micro-batch by micro-batch.
 
+Ranks that hold different experts of a teacher each compute a share of a micro-batch, and give one another the targets.
+Collectives: the teacher's, and an all-gather of the targets among such ranks.
+
 Shapes: n samples of the block, b of a micro-batch, S positions, K entries, T temperatures.
 """
 
@@ -10,13 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_kd.cache import Manifest
 from megatron_kd.data.samples import SampleSet
-from megatron_kd.teacher.engine import TeacherEngine
+from megatron_kd.teacher.engine import Replica, TeacherEngine
 from megatron_kd.teacher.sampling import sampled_targets, uniform_numbers
 from megatron_kd.teacher.targets import Targets, concatenated
 from megatron_kd.teacher.topk import topk_targets
@@ -43,7 +45,7 @@ def compute_block(
     index: int,
     manifest: Manifest,
     chunk_tokens: int,
-    group: dist.ProcessGroup | None = None,
+    replica: Replica,
 ) -> Iterator[BlockResult]:
     """Computes block `index`, and says so after each micro-batch.
 
@@ -53,7 +55,7 @@ def compute_block(
         index: the block.
         manifest: which samples a block holds, entries, temperatures, vocabulary, micro-batch.
         chunk_tokens: positions whose logits exist at a time.
-        group: the ranks that hold the other rows of the head.
+        replica: this rank's part in the teacher.
 
     Raises:
         TeacherError: logits that are not finite; names sample and position.
@@ -66,13 +68,13 @@ def compute_block(
     }
     parts: list[Targets] = []
     for first in range(rows.start, rows.stop, manifest.micro_batch):
-        batch = slice(first, min(first + manifest.micro_batch, rows.stop))
-        targets = _targets(engine, samples, batch, manifest, chunk_tokens, group)
+        batch = range(first, min(first + manifest.micro_batch, rows.stop))
+        targets = _targets(engine, samples, batch, manifest, chunk_tokens, replica)
         nll = torch.empty(0)
         if targets is not None:
-            _require_finite(targets.logz, first, manifest)
-            parts.append(Targets(*(part.cpu().unflatten(0, (-1, manifest.seq_length)) for part in targets)))
-            nll = -parts[-1].label_logprob[_tensor(samples.loss_mask[batch]) != 0]
+            _require_finite(targets.logz, first, manifest.teacher_dtype)
+            parts.append(Targets(*(part.cpu() for part in targets)))
+            nll = -parts[-1].label_logprob[_tensor(samples.loss_mask[batch.start : batch.stop]) != 0]
         if parts and batch.stop == rows.stop:
             arrays |= {name: array.numpy() for name, array in concatenated(parts)._asdict().items()}
         yield BlockResult(arrays, batch.stop - rows.start, nll.mean().item() if len(nll) else 0.0)
@@ -81,13 +83,15 @@ def compute_block(
 def _targets(
     engine: TeacherEngine,
     samples: SampleSet,
-    batch: slice,
+    batch: range,
     manifest: Manifest,
     chunk_tokens: int,
-    group: dist.ProcessGroup | None,
+    replica: Replica,
 ) -> Targets | None:
-    tokens = _tensor(samples.tokens[batch])
-    hidden = engine.hidden_states(tokens[:, :-1], _tensor(samples.segment[batch]))
+    """[b, S, …] of a micro-batch; None on ranks without the head."""
+    rows = replica.share.rows(batch)
+    tokens = _tensor(samples.tokens[rows])
+    hidden = engine.hidden_states(tokens[:, :-1], _tensor(samples.segment[rows]))
     if hidden is None or engine.head is None:
         return None
     hidden, labels = hidden.flatten(0, 1), tokens[:, 1:].flatten().to(hidden.device)
@@ -95,24 +99,26 @@ def _targets(
         "vocab_size": manifest.vocab_size,
         "temperatures": manifest.temperatures,
         "chunk_tokens": chunk_tokens,
-        "group": group,
+        "group": replica.group,
     }
     if manifest.entries == "topk":
-        return topk_targets(hidden, engine.head, labels, k=manifest.k, **settings)
-    numbers = range(batch.start, batch.stop)
-    uniform = uniform_numbers(manifest.seed, numbers, manifest.seq_length, manifest.draws)
-    return sampled_targets(hidden, engine.head, labels, uniform.flatten(0, 1).to(hidden.device), **settings)
+        targets = topk_targets(hidden, engine.head, labels, k=manifest.k, **settings)
+    else:
+        uniform = uniform_numbers(manifest.seed, rows, manifest.seq_length, manifest.draws).flatten(0, 1)
+        targets = sampled_targets(hidden, engine.head, labels, uniform.to(hidden.device), **settings)
+    by_sample = (part.unflatten(0, (len(rows), -1)) for part in targets)
+    return Targets(*(replica.share.together(part, len(batch)) for part in by_sample))
 
 
 def _tensor(array: NDArray[np.integer]) -> Tensor:
     return torch.from_numpy(np.array(array, dtype=np.int64))
 
 
-def _require_finite(logz: Tensor, first_sample: int, manifest: Manifest) -> None:
-    bad = (~logz.isfinite()).any(dim=1).nonzero()
+def _require_finite(logz: Tensor, first_sample: int, dtype: str) -> None:
+    bad = (~logz.isfinite()).any(dim=2).nonzero()
     if len(bad):
-        sample, position = divmod(int(bad[0]), manifest.seq_length)
+        sample, position = bad[0].tolist()
         raise TeacherError(
             f"the teacher's logits are not finite at sample {first_sample + sample}, position {position} "
-            f"(computing in {manifest.teacher_dtype}); try teacher.dtype float32, or check the weights"
+            f"(computing in {dtype}); try teacher.dtype float32, or check the weights"
         )

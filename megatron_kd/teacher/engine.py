@@ -25,6 +25,29 @@ class Head(NamedTuple):
     bias: Tensor | None = None  # [Vp]
 
 
+class Share(NamedTuple):
+    """This rank's part of a micro-batch, where ranks that hold different experts each compute some of its samples."""
+
+    index: int = 0
+    count: int = 1
+    group: dist.ProcessGroup | None = None  # the ranks among which a micro-batch is split, in the order of their parts
+    copies: int = 1  # ranks of the group, in a row, that compute the same part
+
+    def rows(self, batch: range) -> list[int]:
+        """This rank's samples: as many as on every other rank, for which the last one is repeated if need be."""
+        each = -(-len(batch) // self.count)
+        first = batch.start + self.index * each
+        return [min(row, batch[-1]) for row in range(first, first + each)]
+
+    def together(self, part: Tensor, samples: int) -> Tensor:
+        """[samples, …] of the whole micro-batch from every rank's [rows, …]."""
+        if self.group is None:
+            return part
+        everyone = part.new_empty((self.group.size(), *part.shape))
+        dist.all_gather_into_tensor(everyone.flatten(0, 1), part.contiguous(), group=self.group)
+        return everyone[:: self.copies].flatten(0, 1)[:samples]
+
+
 class Replica(NamedTuple):
     """A whole teacher, on one rank or several, and this rank's part in it. Replicas share nothing but the cache."""
 
@@ -32,6 +55,7 @@ class Replica(NamedTuple):
     count: int
     group: dist.ProcessGroup | None = None  # the ranks that hold the other rows of the head; None: there are none
     leads: bool = True  # hands the targets on: one rank of each replica
+    share: Share = Share()
 
     @staticmethod
     def of_one_rank() -> Replica:
@@ -48,7 +72,7 @@ class TeacherEngine(Protocol):
     vocabulary_rows: int  # of the whole head, over all ranks
 
     def hidden_states(self, tokens: Tensor, segment: Tensor) -> Tensor | None:
-        """Final hidden states, after the last norm. Every rank of the replica calls it with the same tokens.
+        """Final hidden states, after the last norm. Every rank of the replica calls it, with its share of the samples.
 
         Args:
             tokens: [b, S] ids.

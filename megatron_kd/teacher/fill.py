@@ -59,7 +59,7 @@ def fill(
     with ExitStack() as stack:
         progress = stack.enter_context(console.progress("teacher", total, "samples"))
         for block in blocks:
-            for result in compute_block(engine, samples, block, manifest, chunk_tokens, replica.group):
+            for result in compute_block(engine, samples, block, manifest, chunk_tokens, replica):
                 now = done + result.done
                 speed = now * manifest.seq_length / (time.perf_counter() - started)
                 progress.update(now, {"block": block, "nll": result.nll, "tokens_per_second": speed})

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from megatron_kd.teacher.engine import Head, positions_in_documents
 from megatron_kd.teacher.weights import no_progress_bars
@@ -90,14 +91,32 @@ class HfEngine:
     @torch.no_grad()
     def hidden_states(self, tokens: Tensor, segment: Tensor) -> Tensor:
         """[b, S, D] final hidden states of tokens [b, S] with document numbers [b, S]."""
+        return self.forward(tokens, segment)
+
+    def forward(self, tokens: Tensor, segment: Tensor) -> Tensor:
+        """`hidden_states`, with what backward needs."""
         device = self.head.weight.device
+        positions = positions_in_documents(segment.to(device))
         output = self.model.base_model(
-            input_ids=tokens.to(device),
-            position_ids=positions_in_documents(segment.to(device)),
-            attention_mask=None,
-            use_cache=False,
+            input_ids=tokens.to(device), position_ids=positions, attention_mask=self._masks(positions), use_cache=False
         )
         return output.last_hidden_state.to(device)
+
+    def _masks(self, positions: Tensor) -> dict[str, Any] | None:
+        """None: the model makes its masks. GPT-OSS leaves the positions out of account (transformers 5.24)."""
+        if self.model.config.model_type != "gpt_oss":
+            return None
+        inputs = {
+            "config": self.model.config,
+            "inputs_embeds": positions.new_empty((*positions.shape, 0), dtype=self.dtype),  # looked at for its shape
+            "attention_mask": None,
+            "cache": None,
+            "position_ids": positions,
+        }
+        return {
+            "full_attention": create_causal_mask(**inputs),
+            "sliding_attention": create_sliding_window_causal_mask(**inputs),
+        }
 
     def _refuse_logit_settings(self) -> None:
         config = self.model.config.get_text_config()

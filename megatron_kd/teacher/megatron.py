@@ -5,11 +5,16 @@ checkpoint. Its output layer hands on the hidden states that enter it: the proje
 A forward is one micro-batch of Megatron-Core's own schedule, so that stages pass activations on as in training; only
 the last stage sees hidden states, and there the tensor-parallel ranks see the same ones.
 
+Ranks that share out the experts need one another in every layer: together they are a replica, in which what Megatron
+calls data-parallel ranks each compute a share of a micro-batch. Expert-parallel ranks are neighbours, and so are
+tensor-parallel ones: the larger number must be a multiple of the smaller.
+
 Shapes: b samples, S positions, D hidden. Collectives: the model's, and the transfers between stages.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +31,33 @@ from megatron_kd.data.attention import document_attention
 from megatron_kd.student.architecture import architecture, transformer_config
 from megatron_kd.student.checkpoint import load_weights
 from megatron_kd.student.convert import load_from_hf
+from megatron_kd.student.families import experts_of
 from megatron_kd.student.hf_weights import HfWeights
 from megatron_kd.student.model import build_model, initialize_parallel
-from megatron_kd.teacher.engine import Head, Replica
+from megatron_kd.teacher.engine import Head, Replica, Share
 
 
 def join_replica(teacher: TeacherConfig) -> Replica:
-    """Joins the process group and finds this rank's place: replicas are what Megatron calls data-parallel ranks.
+    """Joins the process group and finds this rank's place.
 
     Raises:
         ValueError: the number of ranks does not divide into replicas.
     """
+    if teacher.expert % teacher.tensor and teacher.tensor % teacher.expert:
+        raise ValueError(
+            f"teacher.expert is {teacher.expert}, teacher.tensor {teacher.tensor}: one must be a multiple of the other"
+        )
     platform.init_distributed()
     initialize_parallel(_layout(teacher), seed=0)
-    group = parallel_state.get_tensor_model_parallel_group()
+    group, shares = parallel_state.get_tensor_model_parallel_group(), max(teacher.expert // teacher.tensor, 1)
+    index, part = divmod(parallel_state.get_data_parallel_rank(), shares)
+    experts = parallel_state.get_expert_model_parallel_group() if shares > 1 else None
     return Replica(
-        index=parallel_state.get_data_parallel_rank(),
-        count=parallel_state.get_data_parallel_world_size(),
+        index=index,
+        count=parallel_state.get_data_parallel_world_size() // shares,
         group=group if group.size() > 1 else None,
-        leads=parallel_state.is_pipeline_last_stage(ignore_virtual=True) and group.rank() == 0,
+        leads=parallel_state.is_pipeline_last_stage(ignore_virtual=True) and group.rank() == part == 0,
+        share=Share(part, shares, experts, copies=teacher.tensor),
     )
 
 
@@ -58,6 +71,8 @@ class MegatronEngine:
             ValueError: a model or layout that cannot be built, or weights that do not fill it; says what.
         """
         weights, layout = HfWeights(folder), _layout(teacher)
+        if experts_of(weights.config) is not None:  # otherwise every tensor-parallel rank would route every token
+            layout = replace(layout, sequence_parallel=teacher.tensor > 1)
         arch = architecture(weights.config, layout)
         config = transformer_config(weights.config, layout, dtype=dtype)
         (self._chunk,) = build_model(config, arch, sequence_length)
@@ -101,7 +116,7 @@ class MegatronEngine:
 
 
 def _layout(teacher: TeacherConfig) -> ParallelConfig:
-    return ParallelConfig(tensor=teacher.tensor, pipeline=teacher.pipeline)
+    return ParallelConfig(tensor=teacher.tensor, pipeline=teacher.pipeline, expert=teacher.expert)
 
 
 def _take_head(chunk: Module) -> Head:

@@ -75,7 +75,7 @@ def _join(config: RunConfig) -> Replica:
         from megatron_kd.teacher.megatron import join_replica
 
         return join_replica(teacher)
-    for name, ranks in (("tensor", teacher.tensor), ("pipeline", teacher.pipeline)):
+    for name, ranks in (("tensor", teacher.tensor), ("pipeline", teacher.pipeline), ("expert", teacher.expert)):
         if ranks != 1:
             raise ValueError(
                 f"teacher.{name} is {ranks}, but the hf engine does not split a teacher: use engine megatron"
@@ -128,14 +128,16 @@ def make_manifest(config: RunConfig, folder: Path, samples: SampleSet) -> Manife
         device=platform.device().type,
         tp=teacher.tensor,
         pp=teacher.pipeline,
+        ep=teacher.expert,
         micro_batch=teacher.micro_batch,
         versions={**library_versions(), "torch": torch.__version__, **_engine_version(teacher)},
     )
 
 
 def _engine_version(teacher: TeacherConfig) -> dict[str, str]:
-    package = {"hf": "transformers", "megatron": "megatron-core"}[teacher.engine]
-    return {package: version(package)}
+    if teacher.engine == "megatron":
+        return {"megatron-core": platform.megatron_version()}
+    return {"transformers": version("transformers")}
 
 
 def _show_plan(config: RunConfig, manifest: Manifest, missing: int, replica: Replica, console: Console) -> None:

@@ -7,10 +7,12 @@ shift by one position, other text or another teacher breaks that equality almost
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from megatron_kd.cache import Manifest
-from megatron_kd.config import RunConfig
+from megatron_kd.config import LossConfig, RunConfig
 from megatron_kd.data.dataset import Batch
 from megatron_kd.data.tokenizer import load_tokenizer, tokenizer_hash
 from megatron_kd.student.hf_weights import HfWeights
@@ -20,13 +22,12 @@ from megatron_kd.student.hf_weights import HfWeights
 _ROUNDING, _RELATIVE_ROUNDING = 1.0 / 64, 1.0 / 100
 
 
-def check_cache(manifest: Manifest, config: RunConfig, weights: HfWeights) -> None:
-    """Compares the cache with the configuration and the student's vocabulary.
+def check_cache(manifest: Manifest, config: RunConfig, weights: HfWeights, url: str) -> None:
+    """Compares the cache at `url` with the configuration and the student's vocabulary.
 
     Raises:
         ValueError: the first disagreement, with both values.
     """
-    loss, url = config.loss, config.cache_url
     tokenizer = tokenizer_hash(load_tokenizer(weights.folder))
     if manifest.tokenizer_hash != tokenizer:
         raise ValueError(
@@ -43,6 +44,15 @@ def check_cache(manifest: Manifest, config: RunConfig, weights: HfWeights) -> No
             f"{url} holds samples of {manifest.seq_length} positions; data.sequence_length asks for "
             f"{config.data.sequence_length}"
         )
+    check_entries(manifest, config.loss, url)
+
+
+def check_entries(manifest: Manifest, loss: LossConfig, url: str) -> None:
+    """Compares the entries of the cache at `url` with what the loss wants of them.
+
+    Raises:
+        ValueError: the first disagreement, with both values.
+    """
     if loss.k is not None and not 1 <= loss.k <= manifest.k:
         raise ValueError(f"loss.k = {loss.k}; {url} holds {manifest.k} entries a position")
     if loss.temperature not in manifest.temperatures:
@@ -55,7 +65,15 @@ def check_cache(manifest: Manifest, config: RunConfig, weights: HfWeights) -> No
         raise ValueError(f"loss.kind = {loss.kind!r}; {url} holds sampled entries, which need 'renormalized'")
 
 
-def check_first_batch(batch: Batch, config: RunConfig, manifest: Manifest) -> None:
+def checked(batches: Iterator[Batch], manifest: Manifest, loss: LossConfig, url: str) -> Iterator[Batch]:
+    """The batches; the first one is looked at before anything is trained on it."""
+    first = next(batches)
+    check_first_batch(first, manifest, loss, url)
+    yield first
+    yield from batches
+
+
+def check_first_batch(batch: Batch, manifest: Manifest, loss: LossConfig, url: str) -> None:
     """Looks at the values of the first micro-batch, which costs a device synchronisation and is done once.
 
     A label among the entries must have the log-probability stored for it; one that is not can be no more probable
@@ -66,7 +84,7 @@ def check_first_batch(batch: Batch, config: RunConfig, manifest: Manifest) -> No
     """
     if batch.teacher is None or batch.label_logprob is None:  # another pipeline stage has the targets
         return
-    if config.loss.temperature != 1.0 or manifest.entries == "sampled":  # the label's is stored at temperature 1 only
+    if loss.temperature != 1.0 or manifest.entries == "sampled":  # the label's is stored at temperature 1 only
         return
     ids, logprobs, _ = batch.teacher
     is_label = ids == batch.labels[..., None]
@@ -83,6 +101,6 @@ def check_first_batch(batch: Batch, config: RunConfig, manifest: Manifest) -> No
     if wrong:
         raise ValueError(
             f"{wrong} of {checked} labels of samples {batch.samples} do not have the log-probability that was stored "
-            f"for them among the teacher's entries: the targets in {config.cache_url} are shifted, or belong to other "
+            f"for them among the teacher's entries: the targets in {url} are shifted, or belong to other "
             "text or another teacher"
         )

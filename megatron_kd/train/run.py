@@ -1,13 +1,11 @@
 """The training job: cache and configuration in, student checkpoints and metrics out.
 
-Every rank runs `distill`. Collectives beyond Megatron-Core's own: one sum of eight numbers a step, over all ranks,
-which carries the metrics to rank 0 and a stop request to everybody.
+Every rank runs `distill`. Collectives beyond Megatron-Core's own are metrics.py's.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import signal
 import time
 from collections.abc import Iterator
@@ -24,19 +22,15 @@ from megatron_kd.config import RunConfig
 from megatron_kd.console import Console, byte_count
 from megatron_kd.data.dataset import Batch, BatchLoader, Place
 from megatron_kd.data.order import SampleOrder
-from megatron_kd.student.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from megatron_kd.student.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint
 from megatron_kd.student.hf_weights import HfWeights
 from megatron_kd.student.model import initialize_parallel
 from megatron_kd.teacher.weights import resolve_model
-from megatron_kd.train.checks import check_cache, check_first_batch
+from megatron_kd.train.checks import check_cache, checked
+from megatron_kd.train.held_out import HeldOut
+from megatron_kd.train.metrics import check_finite, means, sum_over_ranks
 from megatron_kd.train.setup import Student, build_student, uses_distributed_optimizer
-from megatron_kd.train.step import run_forward_backward
-
-_METRICS = ("loss", "loss_tokens", "kd", "ce", "tail", "support", "tokens", "stop")
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; the message names step, rank and samples."""
+from megatron_kd.train.step import batch_shape, run_forward_backward
 
 
 def distill(config: RunConfig) -> Path:
@@ -55,9 +49,11 @@ def distill(config: RunConfig) -> Path:
     initialize_parallel(config.parallel, config.seed)
     cache = TeacherCache.open(config.cache_url)
     weights = HfWeights(resolve_model(config.student_init), config.student.keep_layers)
-    check_cache(cache.manifest, config, weights)
+    check_cache(cache.manifest, config, weights, config.cache_url)
     order = SampleOrder(cache.manifest.samples, cache.manifest.block, config.seed, config.train.global_batch)
     student = build_student(config, weights, cache.manifest)
+    place = Place.of_this_rank(head=student.handle.has_head)
+    held_out = HeldOut(config, weights, place) if config.train.evaluate_interval else None
     _describe(console, config, cache, student, world)
 
     done = 0
@@ -72,59 +68,69 @@ def distill(config: RunConfig) -> Path:
         cache,
         order,
         config.loss,
-        _place(student),
+        place,
         micro_batch=config.train.micro_batch,
         first_step=done,
         device=platform.device(),
         packed=platform.has_transformer_engine(),
     )
     try:
-        _train(console, config, student, loader, cache.manifest, done)
+        _train(console, config, student, loader, held_out, cache.manifest, done)
     finally:
         loader.close()
         console.close()
     return _last(config)
 
 
-def _place(student: Student) -> Place:
-    """Which data this rank needs: its data-parallel share, and the targets where its stage ends in the output layer."""
-    sharers = parallel_state.get_tensor_and_context_parallel_group()
-    return Place(
-        rank=parallel_state.get_data_parallel_rank(),
-        ranks=parallel_state.get_data_parallel_world_size(),
-        head=student.handle.has_head,
-        sharers=sharers if sharers.size() > 1 else None,
-        context_rank=parallel_state.get_context_parallel_rank(),
-        context_ranks=parallel_state.get_context_parallel_world_size(),
-    )
-
-
 def _train(
-    console: Console, config: RunConfig, student: Student, loader: BatchLoader, manifest: Manifest, done: int
+    console: Console,
+    config: RunConfig,
+    student: Student,
+    loader: BatchLoader,
+    held_out: HeldOut | None,
+    manifest: Manifest,
+    done: int,
 ) -> None:
-    last = min(config.train.steps, config.train.stop_after or config.train.steps)
+    train = config.train
+    last = min(train.steps, train.stop_after or train.steps)
     stop = _StopRequest()
-    batches = _checked(loader, config, manifest)
+    batches = checked(loader, manifest, config.loss, config.cache_url)
+    checkpoints = CheckpointWriter(config.checkpoint_dir, background=train.checkpoint_async)
     writer = SummaryWriter(str(Path(config.run_dir) / "tensorboard")) if console.active else None
-    with console.progress("distill", config.train.steps, "step") as progress:
+    with console.progress("distill", train.steps, "step") as progress:
         for step in range(done + 1, last + 1):
             values, stopping = _one_step(config, student, loader, batches, stop, step)
-            if step % config.train.log_interval == 0 or step == last:
+            ending = step == last or stopping
+            if ending or step % train.log_interval == 0:
                 progress.update(step, values)
-                for name, value in values.items() if writer is not None else ():
-                    writer.add_scalar(f"distill/{name}", value, step)
-            interval = config.train.checkpoint_interval
-            if step == last or stopping or (interval and step % interval == 0):
-                path = save_checkpoint(
-                    config.checkpoint_dir, step, student.chunks, student.optimizer, student.scheduler
-                )
-                if step == last or stopping:
+                _plot(writer, "distill", values, step)
+            if held_out is not None and (ending or step % train.evaluate_interval == 0):
+                found = held_out.evaluate(student)
+                console.record({"stage": "held_out", "step": step, **found})
+                console.note(f"step {step}, {held_out.samples} held-out samples: " + _words(found))
+                _plot(writer, "held_out", found, step)
+            if ending or (train.checkpoint_interval and step % train.checkpoint_interval == 0):
+                with student.gathered():
+                    path = checkpoints.save(step, student.chunks, student.optimizer, student.scheduler)
+                if ending:
                     console.quantity("checkpoint", path)
+            else:
+                checkpoints.poll()
             if stopping:
-                console.note(f"asked to stop: left after step {step} of {config.train.steps}")
+                console.note(f"asked to stop: left after step {step} of {train.steps}")
                 break
+    checkpoints.close()
     if writer is not None:
         writer.close()
+
+
+def _plot(writer: SummaryWriter | None, stage: str, values: dict[str, float], step: int) -> None:
+    for name, value in values.items() if writer is not None else ():
+        writer.add_scalar(f"{stage}/{name}", value, step)
+
+
+def _words(values: dict[str, float]) -> str:
+    return " ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def _one_step(
@@ -136,63 +142,30 @@ def _one_step(
     for chunk in student.chunks:
         chunk.zero_grad_buffer()
     student.optimizer.zero_grad()
-    ranks, micro_batch = parallel_state.get_data_parallel_world_size(), config.train.micro_batch
-    sequence_length = config.data.sequence_length
-    packed = platform.has_transformer_engine()
+    ranks = parallel_state.get_data_parallel_world_size()
     logged = run_forward_backward(
         student.chunks,
         student.handle,
         list(itertools.tee(batches, len(student.chunks))),
-        micro_batches=config.train.global_batch // (ranks * micro_batch),
-        shape=(1, micro_batch * sequence_length) if packed else (micro_batch, sequence_length),
+        micro_batches=config.train.global_batch // (ranks * config.train.micro_batch),
+        shape=batch_shape(config),
     )
     _, gradient_norm, _ = student.optimizer.step()
     student.scheduler.step(increment=1)
-    sums = _sum_over_ranks(student, logged, stop.requested)
+    sums = sum_over_ranks(student.handle, logged, stop=stop.requested)
     seconds = time.perf_counter() - started
-    tokens = max(sums["tokens"], 1.0)
-    values = {
-        "loss": sums["loss"] / max(sums["loss_tokens"], 1.0),
-        "kd": sums["kd"] / tokens,
-        "ce": sums["ce"] / tokens,
-        "tail": sums["tail"] / tokens,
-        "support": sums["support"] / tokens,
+    tokens = config.train.global_batch * config.data.sequence_length
+    values = means(sums) | {
         "gradient_norm": float(gradient_norm),
         "lr": student.optimizer.param_groups[0]["lr"],
-        "tokens_per_second": config.train.global_batch * sequence_length / seconds,
+        "tokens_per_second": tokens / seconds,
+        "tflops_per_gpu": student.flops_per_token * tokens / seconds / torch.distributed.get_world_size() / 1e12,
         "step_seconds": seconds,
         "data_wait": loader.waited / seconds,
         "memory_gib": platform.peak_memory_bytes() / 2**30,
     }
-    if not (math.isfinite(values["loss"]) and math.isfinite(values["gradient_norm"])):
-        raise TrainingError(
-            f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']} on rank "
-            f"{torch.distributed.get_rank()}; its samples: {list(loader.recent_samples)}. Lower optimizer.lr, or look "
-            "at these samples with `megatron-kd cache inspect`"
-        )
+    check_finite(step, values, logged, loader.recent_samples)
     return values, sums["stop"] > 0
-
-
-def _sum_over_ranks(student: Student, logged: torch.Tensor, stop: bool) -> dict[str, float]:
-    """Sums over all data-parallel ranks and pipeline stages, on every rank."""
-    metrics = student.handle.pop_metrics()
-    values = torch.zeros(len(_METRICS), dtype=torch.float64, device=logged.device)
-    if parallel_state.get_tensor_model_parallel_rank() == 0:  # tensor-parallel ranks hold the same sums
-        values[:2] = logged
-        for index, name in enumerate(_METRICS):
-            if name in metrics:
-                values[index] = metrics[name].double()
-    values[-1] = float(stop)
-    torch.distributed.all_reduce(values)
-    return dict(zip(_METRICS, values.tolist()))
-
-
-def _checked(loader: BatchLoader, config: RunConfig, manifest: Manifest) -> Iterator[Batch]:
-    """The loader's batches; the first one is looked at before anything is trained on it."""
-    first = next(loader)
-    check_first_batch(first, config, manifest)
-    yield first
-    yield from loader
 
 
 class _StopRequest:
@@ -212,6 +185,8 @@ def _describe(console: Console, config: RunConfig, cache: TeacherCache, student:
     ranks = parallel_state.get_data_parallel_world_size()
     tokens = train.global_batch * manifest.seq_length
     layout = config.parallel
+    facts = {"world_size": world, "global_batch": train.global_batch, "sequence_length": manifest.seq_length}
+    console.record({"stage": "run", **facts, "flops_per_token": student.flops_per_token})
     console.quantity("cache", config.cache_url, f"{manifest.samples} samples × {manifest.seq_length} positions")
     console.quantity("student parameters", f"{parameters:,}", "on this rank")
     console.quantity(
@@ -223,8 +198,15 @@ def _describe(console: Console, config: RunConfig, cache: TeacherCache, student:
         f"K {config.loss.k or manifest.k}, τ {config.loss.temperature:g}, "
         f"KD × {config.loss.kd_weight:g} + CE × {config.loss.ce_weight:g}",
     )
-    console.quantity("ranks", world, f"TP {layout.tensor} · PP {layout.pipeline} · CP {layout.context} · DP {ranks}")
+    console.quantity(
+        "ranks",
+        world,
+        f"TP {layout.tensor} · PP {layout.pipeline} · CP {layout.context} · DP {ranks} · EP {layout.expert}",
+    )
     console.quantity("tokens a step", f"{tokens:,}", f"{train.global_batch} samples, {train.micro_batch} at a time")
+    console.quantity(
+        "FLOPs a step", f"{student.flops_per_token * tokens:.3g}", "the student's forward and backward, nothing twice"
+    )
     console.quantity("steps", train.steps, f"{train.steps * train.global_batch / manifest.samples:.2f} epochs")
     console.quantity(
         "optimizer",

@@ -2,8 +2,10 @@
 
 The loss function returns Megatron's triple (sum of the per-token loss, number of tokens, what to log). The model is
 configured with `calculate_per_token_loss`, so `finalize_model_grads` divides gradients by the tokens of the *global*
-batch: the step's loss is a mean over tokens. The sum is a plain `.sum()`, masks and weights are inside the loss, so
-its gradient is one scalar for all positions, which is what lets the fused loss skip a projection in backward.
+batch: the step's loss is a mean over tokens. Without it (`train.mean_over: micro_batches`) each micro-batch's sum is
+divided by its own tokens, and a token counts for more the fewer its micro-batch has. The sum is a plain `.sum()`, masks
+and weights are inside the loss, so its gradient is one scalar for all positions, which is what lets the fused loss skip
+a projection in backward.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_kd import platform
+from megatron_kd.config import RunConfig
 from megatron_kd.data.dataset import Batch
 from megatron_kd.plugin import KDHandle
 
@@ -38,6 +42,12 @@ def token_sum(loss_mask: Tensor, loss: Tensor) -> tuple[Tensor, Tensor, dict[str
     return total, tokens, {"loss": torch.stack([total.detach(), tokens.to(total.dtype)])}
 
 
+def batch_shape(config: RunConfig) -> tuple[int, int]:
+    """(micro-batch, sequence length) of what passes between pipeline stages: packed documents are one long sample."""
+    micro_batch, length = config.train.micro_batch, config.data.sequence_length
+    return (1, micro_batch * length) if platform.has_transformer_engine() else (micro_batch, length)
+
+
 def run_forward_backward(
     chunks: list[Module],
     handle: KDHandle,
@@ -45,6 +55,7 @@ def run_forward_backward(
     *,
     micro_batches: int,
     shape: tuple[int, int],
+    forward_only: bool = False,
 ) -> Tensor:
     """Forward and backward of one step on this rank.
 
@@ -53,7 +64,8 @@ def run_forward_backward(
         handle: the plugin's.
         batches: one iterator of micro-batches per chunk.
         micro_batches: micro-batches of this rank in the step.
-        shape: (micro-batch, sequence length) of what passes between pipeline stages.
+        shape: `batch_shape`.
+        forward_only: leave out the backward.
 
     Returns:
         float64 [2]: sum of the loss and number of tokens; zeros where the last stage is elsewhere.
@@ -66,7 +78,7 @@ def run_forward_backward(
         num_microbatches=micro_batches,
         micro_batch_size=shape[0],
         seq_length=shape[1],
-        forward_only=False,
+        forward_only=forward_only,
     )
     zero = torch.zeros(2, dtype=torch.float64, device=next(chunks[0].parameters()).device)
     return sum((record["loss"].double() for record in logged), start=zero)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tools import head_report
-from tools.bench_head import GPT_OSS, PAPER, ROOT
+from tools.bench_head import GPT_OSS, PAPER, ROOT, head_of
 from tools.head_case import VARIANTS, HeadCase, run
 
 GIB = 2**30
@@ -68,3 +68,12 @@ def test_benchmark_writes_table_csv_and_document(tmp_path):
     document = (tmp_path / "benchmarks.md").read_text()
     assert head_report.table([row]) in document
     assert row["machine"] in document
+
+
+def test_the_head_of_a_run(monkeypatch):
+    """The isolated head's configuration is the paper's head on one GPU."""
+    monkeypatch.chdir(ROOT)
+    options = head_of(ROOT / "configs" / "gpt_oss_20b_32k_one_gpu_head.yaml")
+    paper = {"hidden": 4096, "vocab": 131_072, "topk": 100, "dtype": "bfloat16", "main_grad": True, "kind": "truncated"}
+    rest = {"positions": [32_768], "tp": [1], "sequence_parallel": False, "chunk": 4096}
+    assert options == paper | rest

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from megatron_kd.loss import KDObjective, TeacherTopK, dense_kl, forward_chunked_kl, fused_linear_kl, validate
 from megatron_kd.loss.vocab_parallel import Pending, VocabShard
+from megatron_kd.plan.allocator import measure
 from tests.distributed import run_ranks
 from tests.loss.cases import Case, dense, make, relative_error
 from tests.loss.test_tensor_parallel import fused_on_rank, shard
-from tools.allocator import measure
 
 
 def check_hidden_gradient_is_the_same_on_all_ranks_and_contiguous(rank, ranks):

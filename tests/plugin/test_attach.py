@@ -223,6 +223,11 @@ def _refusals(rank, world, folder):
     model.output_layer = torch.nn.Sequential(model.output_layer)  # as an adapter wraps it
     refused("Sequential", model)
 
+    try:
+        attach([], LossConfig(implementation="online"))
+    except ValueError as error:
+        messages["'online'"] = str(error)
+
     model, handle = _build(folder, True)
     tokens, teacher, mask = _inputs(1)
     handle.set_targets(model, teacher, loss_mask=mask)
@@ -236,7 +241,7 @@ def _refusals(rank, world, folder):
 def test_settings_under_which_the_loss_would_be_wrong_are_refused_by_name(tmp_path):
     folder = save_random_model(tmp_path / "model", FAMILY["llama 3, untied"])
     (messages,) = run_ranks(_refusals, 1, folder)
-    assert len(messages) == 11
+    assert len(messages) == 12
     assert all(what in message for what, message in messages.items()), messages
 
 

@@ -313,7 +313,7 @@ def test_a_cache_that_does_not_suit_is_refused_with_both_values(config, tmp_path
 
     from megatron_kd.plugin.megatron_bridge import TeacherCacheConfig, distillation_recipe
 
-    with pytest.raises(ValueError, match="k is 17 but the cache stores 16"):
+    with pytest.raises(ValueError, match=r"loss\.k = 17; .* holds 16 entries"):
         distillation_recipe(settings(), config.cache_url, loss=LossConfig(k=17))
     small_tokenizer(280).save_pretrained(tmp_path)
     for folder, outcome in (
@@ -331,7 +331,7 @@ def test_a_head_that_cannot_take_the_loss_is_refused():
     from megatron_kd.plugin.megatron_bridge import handle_of, kd_pre_wrap_hook
 
     small = SimpleNamespace(post_process=True, output_layer=SimpleNamespace(output_size=256))
-    with pytest.raises(ValueError, match="256 vocabulary rows, .* vocabulary is 300"):
+    with pytest.raises(ValueError, match=r"256 vocabulary rows, .* vocabulary is 300"):
         kd_pre_wrap_hook(LossConfig(), vocab_size=300)([small])
     model = torch.nn.Module()
     with pytest.raises(ValueError, match="has no distillation loss"):

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GptOssConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.data.texts import small_tokenizer, write_jsonl
+from tests.tiny import SIZES, YARN_ROPE, save_random_model
 
 
 def llama_config(vocab_size: int, **changes) -> LlamaConfig:
@@ -33,6 +34,18 @@ def save_llama(folder: Path, seed: int = 0, **changes) -> Path:
     tokenizer = small_tokenizer()
     torch.manual_seed(seed)
     LlamaForCausalLM(llama_config(len(tokenizer), **changes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_gpt_oss(folder: Path) -> Path:
+    """A GPT-OSS of four layers over the small tokenizer, with windows that documents are longer than."""
+    tokenizer = small_tokenizer()
+    config = GptOssConfig(
+        **{**SIZES, "vocab_size": len(tokenizer)}, num_local_experts=4, num_experts_per_tok=2, sliding_window=5,
+        swiglu_limit=2.0, rope_parameters=YARN_ROPE, bos_token_id=None, eos_token_id=0, pad_token_id=None,
+    )  # fmt: skip
+    save_random_model(folder, config)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cohere2Config, Gemma2Config, GPT2Config, MambaConfig, MistralConfig
 
+from megatron_kd.plan.allocator import measure
 from megatron_kd.teacher.engine import positions_in_documents
 from megatron_kd.teacher.hf import HfEngine, gpu_share
 from megatron_kd.teacher.topk import topk_targets
 from tests.teacher.models import llama_config, save_llama
-from tools.allocator import measure
 
 CPU = torch.device("cpu")
 SEGMENT = torch.tensor([[0] * 9 + [1] + [2] * 14, [0] * 24])

@@ -17,7 +17,7 @@ from megatron_kd.config_io import load_config
 from megatron_kd.teacher.run import cache_teacher
 from tests.distributed import run_ranks
 from tests.teacher.models import write_run
-from tests.tiny import megatron_twin, save_random_model
+from tests.tiny import FAMILY, SIZES, megatron_twin, save_random_model
 
 ROOT = Path(__file__).parents[2]
 SEGMENT = torch.tensor([[0] * 9 + [1] + [2] * 14, [0] * 24])
@@ -36,8 +36,9 @@ def targets_on_rank(rank, world_size, folder, settings, vocab_size):
     teacher = TeacherConfig(model=str(folder), engine="megatron", dtype="float32", **settings)
     replica = join_replica(teacher)
     engine = MegatronEngine(Path(folder), teacher, torch.float32, sequence_length=24)
-    tokens = tokens_of(vocab_size)
-    hidden = engine.hidden_states(tokens[:, :-1], SEGMENT)
+    rows = replica.share.rows(range(2))
+    tokens = tokens_of(vocab_size)[rows]
+    hidden = engine.hidden_states(tokens[:, :-1], SEGMENT[rows])
     assert (hidden is None) == (engine.head is None)
     targets = None
     if hidden is not None:
@@ -45,23 +46,25 @@ def targets_on_rank(rank, world_size, folder, settings, vocab_size):
         found = topk_targets(
             hidden.flatten(0, 1), engine.head, tokens[:, 1:].flatten(), k=K, vocab_size=vocab_size, group=replica.group
         )
-        targets = tuple(x.numpy() for x in found)
+        targets = tuple(replica.share.together(x.unflatten(0, (len(rows), -1)), 2).numpy() for x in found)
     return replica.index, replica.leads, engine.parameters, targets
 
 
-def compare(folder, vocab_size, tensor, pipeline, replicas=1):
+def compare(folder, vocab_size, tensor, pipeline, replicas=1, expert=1):
     """Every rank that has targets has transformers', from each document alone in double precision."""
-    settings = {"tensor": tensor, "pipeline": pipeline}
-    ranks = run_ranks(targets_on_rank, tensor * pipeline * replicas, str(folder), settings, vocab_size)
+    settings = {"tensor": tensor, "pipeline": pipeline, "expert": expert}
+    stage = max(tensor, expert)  # ranks of a pipeline stage of a replica
+    ranks = run_ranks(targets_on_rank, stage * pipeline * replicas, str(folder), settings, vocab_size)
     assert sorted(index for index, leads, _, _ in ranks if leads) == list(range(replicas))
     with_targets = [targets for *_, targets in ranks if targets is not None]
-    assert len(with_targets) == tensor * replicas
+    assert len(with_targets) == stage * replicas
     for other in with_targets[1:]:
         for x, y in zip(with_targets[0], other):
             np.testing.assert_array_equal(x, y)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    # transformers' grouped product of experts does not take doubles.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
     assert ranks[0][2] == sum(p.numel() for p in model.parameters())
-    ids, logprobs, _, _, label_logprob = (torch.from_numpy(x).unflatten(0, (2, 24)) for x in with_targets[0])
+    ids, logprobs, _, _, label_logprob = map(torch.from_numpy, with_targets[0])
     tokens = tokens_of(vocab_size)
     for sample, begin, end in [(0, 0, 9), (0, 9, 10), (0, 10, 24), (1, 0, 24)]:
         with torch.no_grad():
@@ -86,6 +89,15 @@ def test_log_probabilities_are_transformers(tmp_path, tensor, pipeline, replicas
     compare(tmp_path, 49_152, tensor, pipeline, replicas)
 
 
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "expert", "replicas"),
+    [(2, 1, 4, 1), pytest.param(1, 2, 2, 1, marks=pytest.mark.full), pytest.param(2, 1, 2, 2, marks=pytest.mark.full)],
+)
+def test_log_probabilities_of_gpt_oss_with_its_experts_split(tmp_path, tensor, pipeline, expert, replicas):
+    """Expert-parallel ranks among the tensor-parallel ones, and beyond them: those compute a sample each."""
+    compare(save_random_model(tmp_path, FAMILY["gpt-oss"]), SIZES["vocab_size"], tensor, pipeline, replicas, expert)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("tensor", "pipeline"), [(3, 1), (1, 2)])
 def test_log_probabilities_of_smollm2(tensor, pipeline):
@@ -99,7 +111,7 @@ def write_checkpoint(rank, world_size, folder, checkpoint):
     """A checkpoint of the model, written by a layout that no test reads it with."""
     from megatron_kd import platform
     from megatron_kd.config import ParallelConfig
-    from megatron_kd.student.checkpoint import save_checkpoint
+    from megatron_kd.student.checkpoint import CheckpointWriter
     from megatron_kd.student.hf_weights import HfWeights
     from megatron_kd.student.model import initialize_parallel
 
@@ -109,7 +121,7 @@ def write_checkpoint(rank, world_size, folder, checkpoint):
     initialize_parallel(ParallelConfig(), seed=0)
     weights = HfWeights(folder)
     chunks, _ = megatron_twin(weights.config, weights, length=24)
-    return str(save_checkpoint(Path(checkpoint), 1, chunks, None, None))
+    return str(CheckpointWriter(Path(checkpoint)).save(1, chunks, None, None))
 
 
 def test_weights_from_a_checkpoint(tmp_path):

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_kd.plan.allocator import measure
 from megatron_kd.teacher.engine import Head
 from megatron_kd.teacher.topk import targets_of_logits, topk_targets
 from megatron_kd.teacher.vocabulary import VocabularyShard
-from tools.allocator import measure
 
 
 def reference(logits, labels, k, temperatures=(1.0,)):

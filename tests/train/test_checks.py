@@ -14,6 +14,7 @@ from megatron_kd.data.tokenizer import load_tokenizer, tokenizer_hash
 from megatron_kd.loss import TeacherTopK
 from megatron_kd.student.hf_weights import HfWeights
 from megatron_kd.train.checks import check_cache, check_first_batch
+from tests.distributed import run_ranks
 from tests.teacher.models import save_llama
 
 CONFIG = RunConfig(
@@ -42,13 +43,13 @@ def _batch(shift=0, noise=0.0):
 
 
 def test_targets_that_belong_to_the_labels_pass_after_rounding():
-    check_first_batch(_batch(), CONFIG, TOPK)
+    check_first_batch(_batch(), TOPK, LossConfig(), "a-cache")
 
 
 @pytest.mark.parametrize("damage", [{"shift": 1}, {"shift": -1}, {"noise": 0.2}])
 def test_shifted_targets_and_another_teachers_are_refused_with_the_numbers(damage):
     with pytest.raises(ValueError, match=r"\d+ of 40 labels of samples \(7,\) .* a-cache are shifted"):
-        check_first_batch(_batch(**damage), CONFIG, TOPK)
+        check_first_batch(_batch(**damage), TOPK, LossConfig(), "a-cache")
 
 
 def test_targets_of_other_text_are_refused_though_no_label_is_among_them():
@@ -56,7 +57,7 @@ def test_targets_of_other_text_are_refused_though_no_label_is_among_them():
     entries = TeacherTopK(torch.full_like(batch.teacher.ids, V - 1), batch.teacher.logprobs)
     foreign = replace(batch, teacher=entries, labels=torch.zeros_like(batch.labels))
     with pytest.raises(ValueError, match="of 40 labels"):
-        check_first_batch(foreign, CONFIG, TOPK)
+        check_first_batch(foreign, TOPK, LossConfig(), "a-cache")
 
 
 def test_masked_positions_and_a_teacher_that_never_names_the_label_pass():
@@ -64,9 +65,11 @@ def test_masked_positions_and_a_teacher_that_never_names_the_label_pass():
     batch = _batch()
     half = (torch.arange(S) < S // 2).float()[None]
     broken = torch.where(half[..., None] > 0, batch.teacher.logprobs, 0.0)
-    check_first_batch(replace(batch, teacher=TeacherTopK(batch.teacher.ids, broken), loss_mask=half), CONFIG, TOPK)
+    check_first_batch(
+        replace(batch, teacher=TeacherTopK(batch.teacher.ids, broken), loss_mask=half), TOPK, LossConfig(), "a-cache"
+    )
     absent = replace(batch, labels=torch.full_like(batch.labels, -5), label_logprob=torch.full((1, S), -30.0))
-    check_first_batch(absent, CONFIG, TOPK)
+    check_first_batch(absent, TOPK, LossConfig(), "a-cache")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,7 @@ def _manifest(student, **changes):
 
 
 def test_a_fitting_cache_passes(student):
-    check_cache(_manifest(student), replace(CONFIG, loss=LossConfig(k=16, temperature=2.0)), student)
+    check_cache(_manifest(student), replace(CONFIG, loss=LossConfig(k=16, temperature=2.0)), student, "a-cache")
 
 
 @pytest.mark.parametrize(
@@ -101,4 +104,30 @@ def test_a_fitting_cache_passes(student):
 )
 def test_each_disagreement_is_named_with_both_values(student, manifest, loss, message):
     with pytest.raises(ValueError, match=message):
-        check_cache(_manifest(student, **manifest), replace(CONFIG, loss=LossConfig(**loss)), student)
+        check_cache(_manifest(student, **manifest), replace(CONFIG, loss=LossConfig(**loss)), student, "a-cache")
+
+
+def _check_finite(rank, world, loss_of_rank, gradient_norm):
+    from megatron_kd import platform
+    from megatron_kd.train.metrics import TrainingError, check_finite
+
+    platform.init_distributed()
+    values = {"loss": sum(loss_of_rank), "gradient_norm": gradient_norm}
+    try:
+        check_finite(7, values, torch.tensor([loss_of_rank[rank], 5.0]), [10 * rank, 10 * rank + 1])
+    except TrainingError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("losses", "norm", "named"),
+    [
+        ((1.0, 2.0), 3.0, None),
+        ((1.0, float("nan")), 3.0, "step 7: loss nan, gradient norm 3.0; rank 1 had samples [10, 11]."),
+        ((1.0, 2.0), float("inf"), "rank 0 had samples [0, 1]; rank 1 had samples [10, 11]."),
+    ],
+)
+def test_what_is_not_finite_is_traced_to_its_rank_and_samples(losses, norm, named):
+    for message in run_ranks(_check_finite, 2, losses, norm):
+        assert named in message if named else message is None

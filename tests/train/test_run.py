@@ -1,6 +1,5 @@
 """The launchers, run as a user runs them, on a tiny teacher: caching, training, stopping, resuming, exporting."""
 
-import contextlib
 import json
 import os
 import signal
@@ -9,11 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_kd.cache import TeacherCache
+from megatron_kd.loss import KDObjective, TeacherTopK, reference
 from tests.data.texts import write_jsonl
 from tests.teacher.models import save_llama
 
@@ -45,19 +47,21 @@ def run(*command, ranks=1, config, check=True, **overrides):
     return done
 
 
-def losses(run_dir):
+def losses(run_dir, stage="distill"):
     records = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record for record in records if record["stage"] == "distill"}
+    return {record["step"]: record for record in records if record["stage"] == stage}
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
-    """A configuration whose teacher is cached already."""
+    """A configuration whose teacher is cached already, on the held-out samples too."""
     folder = tmp_path_factory.mktemp("job")
     save_llama(folder / "teacher")
     write_jsonl(folder / "text.jsonl", 40)
     (folder / "run.yaml").write_text(CONFIG.format(folder=folder))
-    run("launch/cache_teacher.py", config=folder / "run.yaml")
+    for split, name in (("train", "teacher"), ("held_out", "held_out")):
+        url = folder / "run" / f"{name}.zarr"
+        run("launch/cache_teacher.py", config=folder / "run.yaml", cache__split=split, cache__url=url)
     return folder / "run.yaml"
 
 
@@ -68,7 +72,9 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one_whatever_the_ranks(
     assert undisturbed.stdout.strip() == f"{folder}/run/checkpoints/step_00000006"
     for ranks, last in ((1, 3), (2, 6)):
         run("launch/distill.py", ranks=ranks, config=config, train__stop_after=last, run_dir=folder / "stopped",
-            cache__url=folder / "run/teacher.zarr")  # fmt: skip
+            cache__url=folder / "run/teacher.zarr", train__checkpoint_async=True,
+            train__checkpoint_interval=2)  # fmt: skip
+    assert len(list((folder / "stopped/checkpoints").glob("*"))) == 4  # after steps 2, 3, 4 and 6; none is half-written
     whole, parts = losses(folder / "run"), losses(folder / "stopped")
     assert sorted(whole) == sorted(parts) == list(range(1, 7))
     for step, record in whole.items():
@@ -85,7 +91,13 @@ def test_a_model_split_over_ranks_trains_as_one_that_is_whole(config, tmp_path):
 
     Only the last stage's first rank reads targets.
     """
-    settings = {"cache__url": config.parent / "run/teacher.zarr", "train__stop_after": 3}
+    settings = {
+        "cache__url": config.parent / "run/teacher.zarr",
+        "train__stop_after": 3,
+        "train__evaluate_interval": 2,
+        "train__evaluate_cache": config.parent / "run/held_out.zarr",
+        "loss__backward": "in_forward",
+    }
     run("launch/distill.py", config=config, run_dir=tmp_path / "whole", **settings)
     layout = {"parallel__tensor": 2, "parallel__pipeline": 2}
     run("launch/distill.py", ranks=4, config=config, run_dir=tmp_path / "split", **layout, **settings)
@@ -94,14 +106,45 @@ def test_a_model_split_over_ranks_trains_as_one_that_is_whole(config, tmp_path):
     for step, record in whole.items():
         for name in ("loss", "kd", "ce", "tail", "support", "gradient_norm"):
             assert split[step][name] == pytest.approx(record[name], rel=1e-4, abs=1e-6), (step, name)
+    held_out, split_held_out = (losses(tmp_path / name, "held_out") for name in ("whole", "split"))
+    assert sorted(held_out) == sorted(split_held_out) == [2, 3]
+    for step, record in held_out.items():
+        for name in ("loss", "kd", "ce", "tail", "support"):
+            assert split_held_out[step][name] == pytest.approx(record[name], rel=1e-4, abs=1e-6), (step, name)
     students = []
     for name, sizes in (("whole", {}), ("split", layout)):
         run("megatron-kd", "export", config=config, run_dir=tmp_path / name, **sizes)
         students.append(AutoModelForCausalLM.from_pretrained(tmp_path / name / "student_hf", dtype=torch.float32))
+    wanted = held_out_loss(students[0], config.parent / "run/held_out.zarr")
+    assert held_out[3]["loss"] == pytest.approx(wanted, rel=1e-4)  # two implementations of the model in fp32
     for x, y in zip(*(student.parameters() for student in students)):
         # Adam's first steps are ±lr where a gradient is nearly 0: three of them, each either way.
         assert (x - y).abs().max() <= 6e-2
         assert (x - y).norm() <= 1e-2 * x.norm()
+
+
+def held_out_loss(student, url):
+    """The loss's definition on transformers' logits, document by document, a mean over tokens."""
+    cache = TeacherCache.open(url)
+    read = cache.read(range(cache.manifest.samples))
+    total = tokens = 0
+    for row in range(len(read.tokens)):
+        for document in np.unique(read.segment[row]):
+            here = np.flatnonzero(read.segment[row] == document)
+            with torch.no_grad():
+                logits = student(torch.from_numpy(read.tokens[row, here])[None].long()).logits[0].double()
+            teacher = (torch.from_numpy(x[row, here]) for x in (read.ids, read.logprobs, read.tail_logprob))
+            mask = torch.from_numpy(read.loss_mask[row, here]).double()
+            total += reference(
+                logits,
+                torch.eye(logits.shape[1], dtype=torch.float64),
+                TeacherTopK(*teacher),
+                objective=KDObjective(ce_weight=0.1),
+                labels=torch.from_numpy(read.tokens[row, here + 1]).long(),
+                loss_mask=mask,
+            ).sum()
+            tokens += mask.sum()
+    return float(total / tokens)
 
 
 def test_the_students_export_and_evaluation(config):
@@ -148,7 +191,8 @@ def test_a_failing_rank_ends_the_job(config, tmp_path):
 def test_a_signal_ends_all_ranks_and_leaves_checkpoints_to_resume_from(config, tmp_path, how):
     """Ctrl-C reaches every process of the terminal's group; schedulers signal the launcher; a rank is killed alone.
 
-    What was trained after the last checkpoint is trained again, to the same losses.
+    A scheduler's signal leaves time for the step and a checkpoint. What was trained after the last checkpoint is
+    trained again, to the same losses.
     """
     settings = {
         "run_dir": tmp_path,
@@ -171,16 +215,15 @@ def test_a_signal_ends_all_ranks_and_leaves_checkpoints_to_resume_from(config, t
         next(helper for helper in helpers if "launch/distill.py" in _command(helper)).kill()
     job.communicate(timeout=60)
     assert job.returncode != 0
-    if how == signal.SIGKILL:  # the helper process of Megatron-Core's checkpoint writer cannot know of it
-        for helper in helpers:
-            with contextlib.suppress(psutil.Error):
-                helper.kill()
-                helper.wait(timeout=10)
+    assert not psutil.wait_procs(helpers, timeout=60)[1], "nothing stays behind"
     assert not [process for process in psutil.process_iter() if str(tmp_path) in _command(process)]
-    assert not [process for process in helpers if process.is_running()]
     before = losses(tmp_path)
     reached = max(before)
     assert reached < 400
+    if how == signal.SIGTERM:
+        assert (tmp_path / f"checkpoints/step_{reached:08d}").exists()
+    if how != signal.SIGKILL:  # the way back is the same for all
+        return
     resumed = run("launch/distill.py", ranks=2, config=config, train__stop_after=reached + 3, **settings)
     assert "resumed from" in resumed.stderr
     after = losses(tmp_path)

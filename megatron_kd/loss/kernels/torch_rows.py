@@ -42,7 +42,7 @@ def row_statistics(logits: Tensor, support: Tensor, inverse_temperature: float, 
     if columns == 0:
         return RowSums(maximum, total, plain_total)
     _overwrite_(logits, support, logits.new_full((), -math.inf).expand(support.shape))
-    for block, scratch in _blocks(logits):
+    for block, scratch in row_blocks(logits):
         chunk = logits[block]
         if chunk.dtype != kind:
             chunk = scratch.copy_(chunk)
@@ -83,7 +83,7 @@ def logit_gradient_(
     kind = _arithmetic(logits)
     shift, dense = shift.to(kind)[:, None], dense.to(kind)[:, None]
     plain = None if plain is None else plain.to(kind)[:, None]
-    for block, scratch in _blocks(logits):
+    for block, scratch in row_blocks(logits):
         chunk = logits[block]
         work = chunk if chunk.dtype == kind else scratch
         torch.sub(chunk, shift[block], out=work)
@@ -117,9 +117,11 @@ def _arithmetic(logits: Tensor) -> torch.dtype:
     return torch.promote_types(logits.dtype, torch.float32)
 
 
-def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def row_blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Slices of rows, each with a scratch [rows, V] of the arithmetic's type."""
     rows, columns = logits.shape
+    if columns == 0:
+        return
     elements = _CPU_BLOCK if logits.device.type == "cpu" else _DEVICE_BLOCK
     step = min(rows, max(1, elements // columns))
     scratch = logits.new_empty((step, columns), dtype=_arithmetic(logits))
