@@ -5,17 +5,22 @@ As a program, under torchrun: trains the run in a YAML file and prints each step
 """
 
 import contextlib
+import importlib.util
 import io
 import json
 import sys
 from dataclasses import fields
 from functools import partial
 
+import pytest
 import torch
 
 from megatron_kd import platform
 from megatron_kd.config import ParallelConfig
 from megatron_kd.config_io import load_config
+
+INSTALLED = importlib.util.find_spec("megatron.bridge") is not None
+needs_bridge = pytest.mark.skipif(not INSTALLED, reason="Megatron-Bridge is not installed")
 
 
 def enable_on_cpu():
@@ -57,7 +62,7 @@ def provider(config, parallel, trained):
         vocab_size=arch.padded_vocab_size,
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
-        rotary_base=arch.rope_theta,
+        rotary_base=arch.rope.theta,
     )
     model.register_pre_wrap_hook(load)
     return model

@@ -3,57 +3,27 @@
 Both start from the same Hugging Face folder, read the same cache in the same order and take four steps.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 
 from megatron_kd.cache import TeacherCache
-from megatron_kd.config import LossConfig, ParallelConfig
-from megatron_kd.config_io import load_config
+from megatron_kd.config import ParallelConfig
 from megatron_kd.loss import TeacherTopK, reference
-from tests.data.texts import small_tokenizer
 from tests.distributed import run_ranks
 from tests.plugin import bridge
-from tests.teacher.models import save_llama, write_run
+from tests.plugin.bridge import needs_bridge
 from tests.tiny import megatron_twin
 
-INSTALLED = importlib.util.find_spec("megatron.bridge") is not None
-needs_bridge = pytest.mark.skipif(not INSTALLED, reason="Megatron-Bridge is not installed")
+pytestmark = needs_bridge
 
 ROOT = Path(__file__).parents[2]
 LENGTH, STEPS = 32, 4
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    """A run whose teacher is cached, and whose student is another model."""
-    from megatron_kd.teacher.run import cache_teacher
-
-    folder = tmp_path_factory.mktemp("bridge")
-    save_llama(folder / "student", num_hidden_layers=4, seed=1)
-    file = write_run(
-        folder, 30, micro_batch=2, data={"sequence_length": LENGTH, "held_out": 0.2}, cache={"k": 16, "block": 4}
-    )
-    settings = yaml.safe_load(file.read_text())
-    settings |= {
-        "student": {"init": str(folder / "student")},
-        "loss": {"ce_weight": 0.1, "chunk_tokens": 20},
-        "optimizer": {"lr": 1e-2, "warmup_steps": 2},
-        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 2, "precision": "fp32"},
-    }
-    file.write_text(yaml.safe_dump(settings))
-    config = load_config(file)
-    cache_teacher(config)
-    return config
 
 
 def run_file(config):
@@ -112,7 +82,6 @@ LAYOUTS = [
 ]
 
 
-@needs_bridge
 @pytest.mark.parametrize(
     "layout", LAYOUTS, ids=lambda x: f"{x[0]}ranks-TP{x[1].tensor}-PP{x[1].pipeline}-VPP{x[1].virtual_pipeline}"
 )
@@ -131,7 +100,6 @@ def _same(found, expected):
         assert mine == pytest.approx(theirs, rel=1e-5), step
 
 
-@needs_bridge
 @pytest.mark.full
 def test_a_run_goes_on_where_it_stopped_with_other_ranks(config, expected, tmp_path):
     """Two steps on one rank, saved by Bridge; the others on two replicas. Bound: as above."""
@@ -169,7 +137,6 @@ def evaluate_in_bridge(rank, world_size, config):
     return bridge.pretrain_noted(run)
 
 
-@needs_bridge
 @pytest.mark.full
 def test_an_evaluation_finds_what_training_on_the_same_samples_does(config):
     ((steps, evaluations),) = run_ranks(evaluate_in_bridge, 1, config)
@@ -226,122 +193,9 @@ def hooked_model(rank, world_size, config):
     )
 
 
-@needs_bridge
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_providers_hook_makes_the_loss_its_definition(config, tensor):
     """1e-5 of the largest: fp32 sums in another order, over four layers backward."""
     for loss, gradient in run_ranks(hooked_model, tensor, config):
         assert loss <= 1e-5
         assert gradient <= 1e-5
-
-
-def settings(**changes):
-    """A recipe's configuration, some of whose settings are others."""
-    from megatron.bridge.recipes.gpt import vanilla_gpt_pretrain_config
-
-    return changed(vanilla_gpt_pretrain_config(), ddp__average_in_collective=True, **changes)
-
-
-def changed(recipe, **changes):
-    """Sets `section__name` of a recipe's configuration; returns it."""
-    for path, value in changes.items():
-        section, name = path.split("__")
-        setattr(getattr(recipe, section), name, value)
-    return recipe
-
-
-@needs_bridge
-def test_a_recipe_becomes_one_that_distils_and_can_be_saved_with_its_checkpoints(config):
-    from megatron.bridge.training.config import ConfigContainer
-
-    from megatron_kd.plugin.megatron_bridge import TeacherCacheConfig, distillation_recipe
-
-    run = distillation_recipe(settings(rng__seed=5), config.cache_url, loss=config.loss)
-    data = TeacherCacheConfig(url=config.cache_url, loss=config.loss, seq_length=LENGTH, random_seed=5)
-    assert run.dataset == data
-    assert run.model.seq_length == LENGTH
-    assert run.model.calculate_per_token_loss
-    assert not run.ddp.average_in_collective
-    assert run.validation.eval_iters == 0
-    assert ConfigContainer.from_dict(run.to_dict()).dataset == data
-
-
-@needs_bridge
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model__overlap_moe_expert_parallel_comm": True}, "model.overlap_moe_expert_parallel_comm"),
-        ({"model__cuda_graph_impl": "full_iteration"}, "CUDA graph of the full iteration"),
-        ({"dist__use_decentralized_pg": True}, "dist.use_decentralized_pg"),
-        ({"dist__eval_context_parallel_size": 2}, "dist.eval_context_parallel_size"),
-    ],
-)
-def test_what_cannot_be_distilled_is_refused_by_name(config, changes, message):
-    from megatron_kd.plugin.megatron_bridge import distillation_recipe
-
-    with pytest.raises(ValueError, match=message):
-        distillation_recipe(settings(**changes), config.cache_url)
-
-
-@needs_bridge
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model__seq_length": 64}, "model.seq_length 64 .* samples of 32 positions"),
-        ({"model__hybrid_layer_pattern": "M-*-"}, "model.hybrid_layer_pattern M-"),
-        ({"model__pipeline_model_parallel_size": 2}, "train.micro_batch_size > 1 in a pipeline"),
-    ],
-)
-def test_what_is_changed_after_the_recipe_is_refused_as_well(config, changes, message):
-    from megatron.bridge.data.base import DatasetBuildContext
-
-    from megatron_kd.plugin import KDHandle
-    from megatron_kd.plugin.megatron_bridge import distillation_recipe
-
-    run = changed(distillation_recipe(settings(), config.cache_url), dataset__packed=True, **changes)
-    train, valid, test = run.dataset.build_datasets(DatasetBuildContext(4, 0, 0))
-    assert valid is test is None
-    with pytest.raises(RuntimeError, match=r"give pretrain\(\) kd_forward_step"):
-        next(train)
-    with pytest.raises(ValueError, match=message):
-        run.dataset.start(SimpleNamespace(cfg=run, train_state=None), KDHandle([]))
-
-
-@needs_bridge
-def test_a_cache_that_does_not_suit_is_refused_with_both_values(config, tmp_path):
-    from megatron.bridge.data.base import DatasetBuildContext
-
-    from megatron_kd.plugin.megatron_bridge import TeacherCacheConfig, distillation_recipe
-
-    with pytest.raises(ValueError, match=r"loss\.k = 17; .* holds 16 entries"):
-        distillation_recipe(settings(), config.cache_url, loss=LossConfig(k=17))
-    small_tokenizer(280).save_pretrained(tmp_path)
-    for folder, outcome in (
-        (config.student_init, nullcontext()),
-        (tmp_path, pytest.raises(ValueError, match=f"{tmp_path} has hash .* was made with")),
-    ):
-        tokenizer = SimpleNamespace(library="huggingface", path=folder)  # as Bridge hands it over
-        with outcome:
-            data = TeacherCacheConfig(url=config.cache_url, seq_length=LENGTH)
-            data.build_datasets(DatasetBuildContext(4, 0, 0, tokenizer=tokenizer))
-
-
-@needs_bridge
-def test_a_head_that_cannot_take_the_loss_is_refused():
-    from megatron_kd.plugin.megatron_bridge import handle_of, kd_pre_wrap_hook
-
-    small = SimpleNamespace(post_process=True, output_layer=SimpleNamespace(output_size=256))
-    with pytest.raises(ValueError, match=r"256 vocabulary rows, .* vocabulary is 300"):
-        kd_pre_wrap_hook(LossConfig(), vocab_size=300)([small])
-    model = torch.nn.Module()
-    with pytest.raises(ValueError, match="has no distillation loss"):
-        handle_of(model)
-    model.kd_handle, model.post_process, model.output_layer = object(), True, torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="output_layer has become a Linear"):
-        handle_of(model)
-
-
-@pytest.mark.skipif(INSTALLED, reason="Megatron-Bridge is installed")
-def test_without_bridge_the_error_says_what_to_install():
-    with pytest.raises(ImportError, match="pip install 'megatron-bridge"):
-        importlib.import_module("megatron_kd.plugin.megatron_bridge")

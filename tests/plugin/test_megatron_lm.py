@@ -19,17 +19,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM
 
 from megatron_kd.cache import TeacherCache, TokenBatch
 from megatron_kd.config import LossConfig, ParallelConfig
-from megatron_kd.config_io import load_config
 from megatron_kd.loss import KDObjective, TeacherTopK
 from megatron_kd.loss import reference as reference_loss
 from tests.data.texts import sentences, small_tokenizer
 from tests.distributed import run_ranks
-from tests.teacher.models import save_llama, write_run
 from tests.tiny import megatron_twin
 
 pytestmark = pytest.mark.skipif(
@@ -50,29 +47,6 @@ MEGATRON = """
     --no-rope-fusion --no-persist-layer-norm
 """
 LOSS = "--kd-ce-weight 0.1 --kd-chunk-tokens 20"
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    """A run whose teacher is cached, and whose student is another model."""
-    from megatron_kd.teacher.run import cache_teacher
-
-    folder = tmp_path_factory.mktemp("megatron")
-    save_llama(folder / "student", num_hidden_layers=4, seed=1)
-    file = write_run(
-        folder, 30, micro_batch=2, data={"sequence_length": LENGTH, "held_out": 0.2}, cache={"k": 16, "block": 4}
-    )
-    settings = yaml.safe_load(file.read_text())
-    settings |= {
-        "student": {"init": str(folder / "student")},
-        "loss": {"ce_weight": 0.1, "chunk_tokens": 20},
-        "optimizer": {"lr": 1e-2, "warmup_steps": 2},
-        "train": {"steps": STEPS, "global_batch": 4, "micro_batch": 2, "precision": "fp32"},
-    }
-    file.write_text(yaml.safe_dump(settings))
-    config = load_config(file)
-    cache_teacher(config)
-    return config
 
 
 @pytest.fixture(scope="module")
