@@ -177,7 +177,7 @@ def test_arguments_are_the_fields_of_the_loss(config):
     [
         ({"seq_length": 64}, "sequence length is 64; .*samples of 32 positions"),
         ({"padded_vocab_size": 256}, "256 vocabulary rows, .* made for 300"),
-        ({"kd_k": 17}, "k is 17 but the cache stores 16"),
+        ({"kd_k": 17}, "loss.k = 17; .* holds 16 entries"),
         ({"kd_temperature": 2.0}, "loss.temperature = 2; .* serves 1"),
         ({"eval_iters": 5}, "--eval-iters is 5; .*--kd-valid-cache"),
         ({"logits_load_dir": "x"}, "--logits-load-dir"),
