@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import sys
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from megatron_kd.loss import KDObjective, TeacherTopK, fused_linear_kl, reference
 
+# The loss knows nothing of Megatron-Core, so what takes minutes is said once, under the oldest Python, and not again
+# beside every version of Megatron-Core.
+ONCE = pytest.mark.skipif(sys.version_info >= (3, 12), reason="the loss's whole grids run under Python 3.11 alone")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 # For tests that say the same on a GPU.
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.loss.cases import ONCE
 from tools import head_report
 from tools.bench_head import GPT_OSS, PAPER, ROOT, head_of
 from tools.head_case import VARIANTS, HeadCase, run
@@ -27,6 +28,7 @@ def test_simulated_peak_is_the_measured_one(variant):
     assert measured["dh_error"] <= 2e-6
 
 
+@ONCE
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("positions", "main_grad", "limit"),
@@ -43,6 +45,7 @@ def test_the_papers_head(positions, main_grad, limit):
     assert row["peak_bytes"] <= 1.05 * row["expected_bytes"]
 
 
+@ONCE
 @pytest.mark.full
 def test_sequence_parallelism_and_gpt_oss():
     row = simulate(HeadCase("fused", 16_384, device="meta", repeats=0, sequence_parallel=True, **GPT_OSS))

@@ -9,7 +9,7 @@ import torch
 
 from megatron_kd.loss import TeacherTopK, fused_linear_kl
 from megatron_kd.plan.allocator import measure
-from tests.loss.cases import DEVICES
+from tests.loss.cases import DEVICES, ONCE
 
 
 def head(n, d, v, k, dtype=torch.float32, device="cpu"):
@@ -34,7 +34,7 @@ def peak(hidden, weight, teacher, **arguments):
     [
         (128, 256, 32_768, 20, 64, "recompute"),
         (128, 256, 32_768, 20, 64, "in_forward"),
-        pytest.param(4096, 1024, 65_536, 100, 512, "in_forward", marks=pytest.mark.full),
+        pytest.param(4096, 1024, 65_536, 100, 512, "in_forward", marks=[ONCE, pytest.mark.full]),
     ],
 )
 def test_fp32_peak_is_the_sum(n, d, v, k, chunk, backward):

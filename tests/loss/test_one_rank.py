@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_kd.loss import KDObjective, TeacherTopK, fused_linear_kl
-from tests.loss.cases import DEVICES, Case, dense_results, fused, make, name, pairwise, relative_error, whole_grid
+from tests.loss.cases import DEVICES, ONCE, Case, dense_results, fused, make, name, pairwise, relative_error, whole_grid
 
 BOUND = 1e-10
 
@@ -36,6 +36,7 @@ def test_equals_dense_autograd(case, device):
     check_against_dense(case, device)
 
 
+@ONCE
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:fused_linear_kl")
 def test_equals_dense_autograd_on_the_whole_grid():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_kd.loss import fused_linear_kl
 from tests.distributed import run_ranks
-from tests.loss.cases import dense_results, make, name, pairwise, relative_error, whole_grid
+from tests.loss.cases import ONCE, dense_results, make, name, pairwise, relative_error, whole_grid
 
 BOUND = 1e-10
 
@@ -83,6 +83,7 @@ def test_equals_dense_autograd(ranks):
     check_cases([case for case in pairwise() if case.layout[0] == ranks], ranks, timeout=600)
 
 
+@ONCE
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_equals_dense_autograd_on_the_whole_grid(ranks):
