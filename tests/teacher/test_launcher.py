@@ -39,11 +39,15 @@ def undisturbed(teacher):
 def start(teacher, *overrides, launcher=(), **options):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, *launcher, str(SCRIPT), "--config", str(teacher / "run.yaml"), *overrides]
-    # Behind the test itself on a busy machine, lest it end before it is stopped.
-    options = {"preexec_fn": lambda: os.nice(10)} | options
+    options = {"preexec_fn": _to_be_stopped} | options
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
+
+
+def _to_be_stopped():
+    os.nice(10)  # behind the test itself on a busy machine, lest it end before it is stopped
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, and what they start, ignore it
 
 
 def committed(url) -> int:
