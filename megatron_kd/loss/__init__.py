@@ -13,7 +13,13 @@ from megatron_kd.loss.plan import choose_chunk_tokens
 from megatron_kd.loss.reference import reference
 from megatron_kd.loss.validate import validate
 
+# By the names of configurations: losses of cached targets, and those that want a teacher in memory.
+CACHED_LOSSES = {"fused": fused_linear_kl, "forward_chunked": forward_chunked_kl, "dense": dense_kl}
+ONLINE_LOSSES = {"online": online_kl, "online_dense": online_dense_kl}
+
 __all__ = [
+    "CACHED_LOSSES",
+    "ONLINE_LOSSES",
     "KDLoss",
     "KDObjective",
     "TeacherHead",

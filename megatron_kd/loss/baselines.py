@@ -218,10 +218,7 @@ def _fields(
     objective: KDObjective, kd: Tensor, ce: Tensor | None, tail: Tensor, support: Tensor, mask: Tensor | None
 ) -> Tensor:
     kd = kd * objective.kd_scale
-    loss = objective.kd_weight * kd
-    if ce is not None:
-        loss = loss + objective.ce_weight * ce
-    fields = torch.stack([loss, kd, torch.zeros_like(kd) if ce is None else ce, tail, support])
+    fields = torch.stack([objective.total(kd, ce), kd, torch.zeros_like(kd) if ce is None else ce, tail, support])
     return fields if mask is None else (fields * mask.to(kd.dtype)).masked_fill(mask == 0, 0)
 
 

@@ -163,8 +163,7 @@ def _losses(head: Head, results: RowResults) -> tuple[Tensor | None, ...]:
     ce = None if head.labels is None else part.log_plain - results.label_logit
     # 1 − T_q would do as well here, as nothing is differentiated; expm1 keeps a small support exact.
     support = -torch.expm1(part.log_tail - part.log_z)
-    loss = objective.kd_weight * kd if ce is None else objective.kd_weight * kd + objective.ce_weight * ce
-    fields = (loss, kd, ce, results.teacher_tail, support)
+    fields = (objective.total(kd, ce), kd, ce, results.teacher_tail, support)
     return tuple(None if x is None else head.finish(x) for x in fields)
 
 

@@ -91,6 +91,11 @@ class KDObjective:
         """Factor of ∂KD/∂(z/τ) in ∂L/∂z: the chain rule's 1/τ, and τ² where asked."""
         return self.kd_weight * self.kd_scale / self.temperature
 
+    def total(self, kd: Tensor, ce: Tensor | None) -> Tensor:
+        """The loss from its parts, `kd` with its scale in it; no cross-entropy without labels."""
+        loss = self.kd_weight * kd
+        return loss if ce is None else loss + self.ce_weight * ce
+
 
 class KDLoss(NamedTuple):
     """The loss of every position; all fields have the leading shape of the full sequence and are 0 where masked.

@@ -94,8 +94,7 @@ class _OnlineKL(torch.autograd.Function):
         objective = plan.objective
         kd = divergence * objective.kd_scale
         ce = None if student.labels is None else normalisers.plain - label_logit
-        loss = objective.kd_weight * kd if ce is None else objective.kd_weight * kd + objective.ce_weight * ce
-        fields = (loss, kd, ce, torch.zeros_like(kd), torch.ones_like(kd))
+        fields = (objective.total(kd, ce), kd, ce, torch.zeros_like(kd), torch.ones_like(kd))
         outputs = tuple(None if x is None else student.finish(x) for x in fields)
         ctx.mark_non_differentiable(*(x for x in outputs[1:] if x is not None))
         return outputs

@@ -24,15 +24,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from megatron_kd import platform
-from megatron_kd.loss import (
-    TeacherHead,
-    TeacherTopK,
-    dense_kl,
-    forward_chunked_kl,
-    fused_linear_kl,
-    online_dense_kl,
-    online_kl,
-)
+from megatron_kd.loss import CACHED_LOSSES, ONLINE_LOSSES, TeacherHead, TeacherTopK
 from megatron_kd.plan.allocator import measure
 from megatron_kd.plan.head import chunk_tokens
 from megatron_kd.plan.planned import PlannedRun
@@ -41,13 +33,7 @@ from megatron_kd.student.architecture import architecture, transformer_config
 from megatron_kd.student.flops import training_flops_per_token
 from megatron_kd.student.model import build_model, initialize_parallel
 
-LOSSES = {
-    "fused": fused_linear_kl,
-    "online": online_kl,
-    "forward_chunked": forward_chunked_kl,
-    "dense": dense_kl,
-    "online_dense": online_dense_kl,
-}
+LOSSES = CACHED_LOSSES | ONLINE_LOSSES
 
 
 @dataclass(frozen=True)

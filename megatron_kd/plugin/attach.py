@@ -35,10 +35,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_kd.config import LossConfig
-from megatron_kd.loss import KDLoss, TeacherTopK, dense_kl, forward_chunked_kl, fused_linear_kl, validate
-
-# The losses of cached targets; the online ones want a teacher in memory.
-_LOSSES = {"fused": fused_linear_kl, "forward_chunked": forward_chunked_kl, "dense": dense_kl}
+from megatron_kd.loss import CACHED_LOSSES, KDLoss, TeacherTopK, validate
 
 # Settings under which the logits, or the head's gradient, are not simply hidden · weightᵀ.
 _REFUSED_SETTINGS = {
@@ -125,10 +122,10 @@ def attach(model_chunks: Sequence[Module], loss: LossConfig, *, vocab_size: int 
     Raises:
         ValueError: a setting under which the loss would be wrong, by name, with the reason.
     """
-    if loss.implementation not in _LOSSES:
+    if loss.implementation not in CACHED_LOSSES:
         raise ValueError(
             f"loss.implementation is {loss.implementation!r}, which takes a resident teacher's hidden states: call "
-            f"megatron_kd.loss.online_kl yourself; from cached targets there are {', '.join(_LOSSES)}"
+            f"megatron_kd.loss.online_kl yourself; from cached targets there are {', '.join(CACHED_LOSSES)}"
         )
     heads = []
     for chunk in map(_unwrapped, model_chunks):
@@ -203,7 +200,7 @@ class _Head:
             # Looking at values makes the host wait for the device: once, before anything is trained on them.
             validate(*head, **options)
             self._validated = True
-        return _LOSSES[self._loss.implementation](*head, **options)
+        return CACHED_LOSSES[self._loss.implementation](*head, **options)
 
     def _with_processor(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """A method of the model that runs a microbatch, given its targets if there are any."""

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from megatron_kd import platform
 from megatron_kd.config import RunConfig
-from megatron_kd.plan.memory import stage_memory
 from megatron_kd.plan.planned import plan_run
+from megatron_kd.plan.report import make_report
 from megatron_kd.preflight.checks import Row, check_nodes, network
 from megatron_kd.preflight.facts import CheckpointNeed, NodeFacts, checkpoint_need, node_facts
 
@@ -81,11 +81,11 @@ def with_planned_memory(config: RunConfig, job: str, nodes: int, gpus: int) -> R
         return config
     hardware = dataclasses.replace(config.hardware, nodes=nodes, gpus_per_node=gpus)
     try:
-        run = plan_run(dataclasses.replace(config, hardware=hardware))
+        report = make_report("", plan_run(dataclasses.replace(config, hardware=hardware)))
     except ValueError:
         return config
-    peak = max(stage_memory(run, stage).peak for stage in range(run.layout.pipeline))
-    return dataclasses.replace(config, preflight=dataclasses.replace(config.preflight, gpu_memory_gib=peak / 2**30))
+    memory = dataclasses.replace(config.preflight, gpu_memory_gib=report.peak_gib)
+    return dataclasses.replace(config, preflight=memory)
 
 
 def _gather(value: Any) -> list[Any]:
