@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import RankFailed, run_ranks
+from tests.distributed import RankFailed, run_ranks, run_script
 
 
 def add_ranks(rank, world_size, offset):
@@ -42,3 +42,33 @@ def test_timeout_ends_all_ranks():
     with pytest.raises(RankFailed, match="out of time"):
         run_ranks(hang_on_one, 2, timeout=6)
     assert not multiprocessing.active_children()
+
+
+SCRIPT = """
+import sys
+import time
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+print(sys.argv[1:], file=sys.stderr if dist.get_rank() else sys.stdout, flush=True)
+dist.barrier()
+if sys.argv[1] == "fail":
+    time.sleep(60) if dist.get_rank() == 0 else sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("argument", "code"), [("pass", 0), ("fail", 3)])
+def test_a_script_runs_as_under_torchrun(tmp_path, argument, code):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = run_script(script, argument, ranks=2)
+    assert (done.returncode, done.stdout, done.stderr) == (code, f"['{argument}']\n", f"['{argument}']\n")
+    assert not multiprocessing.active_children()
+
+
+def test_a_script_that_raises_shows_its_traceback(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise ValueError('the cause')")
+    done = run_script(script)
+    assert done.returncode == 1
+    assert "ValueError: the cause" in done.stderr

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 from argparse import ArgumentParser
 from dataclasses import replace
@@ -26,7 +25,7 @@ from megatron_kd.config import LossConfig, ParallelConfig
 from megatron_kd.loss import KDObjective, TeacherTopK
 from megatron_kd.loss import reference as reference_loss
 from tests.data.texts import sentences, small_tokenizer
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, run_script
 from tests.tiny import megatron_twin
 
 pytestmark = pytest.mark.skipif(
@@ -52,8 +51,7 @@ LOSS = "--kd-ce-weight 0.1 --kd-chunk-tokens 20"
 @pytest.fixture(scope="module")
 def reference(config):
     """The project's own job: its records, and its checkpoint."""
-    command = [sys.executable, "launch/distill.py", "--config", str(Path(config.run_dir).parent / "run.yaml")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    done = run_script(ROOT / "launch/distill.py", "--config", str(Path(config.run_dir).parent / "run.yaml"))
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in Path(config.run_dir, "metrics.jsonl").read_text().splitlines()]
     return [record for record in records if record["stage"] == "distill"], Path(done.stdout.strip())
@@ -229,12 +227,7 @@ def test_a_sample_that_is_not_the_data_sets_is_named_with_both_hashes():
 
 
 def launch(script, *arguments, ranks=1, check=True):
-    start = [sys.executable] if ranks == 0 else ["torchrun", "--standalone", f"--nproc-per-node={ranks}"]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [*start, f"launch/{script}.py", *map(str, arguments)],
-        cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+    done = run_script(ROOT / f"launch/{script}.py", *map(str, arguments), ranks=ranks, timeout=900)
     assert not check or done.returncode == 0, done.stderr
     return done
 
@@ -250,7 +243,7 @@ def test_a_cache_made_from_megatrons_own_data_set(config, tmp_path):
     write_indexed(tmp_path / "text")
     stock = [*MEGATRON.split(), "--data-path", tmp_path / "text", "--split", "80,20,0", "--eval-iters", "1"]
     stock += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", config.student_init]
-    launch("megatron_samples", "--samples-dir", tmp_path / "samples", *stock, ranks=0)
+    launch("megatron_samples", "--samples-dir", tmp_path / "samples", *stock)
     data = replace(config.data, source="samples-dir", samples_dir=str(tmp_path / "samples"))
     caches = {split: str(tmp_path / f"{split}.zarr") for split in ("train", "held_out")}
     for split, url in caches.items():
@@ -264,7 +257,7 @@ def test_a_cache_made_from_megatrons_own_data_set(config, tmp_path):
     for name, value in first_losses(config.student_init, caches["train"]).items():
         assert logged[1][name] == pytest.approx(value, rel=1e-5), name
 
-    refused = launch("pretrain_gpt_kd", *kd[:-2], *stock, "--seed", 1, check=False)
+    refused = launch("pretrain_gpt_kd", *kd, *stock, "--seed", 1, ranks=2, check=False)
     assert refused.returncode != 0
     assert re.search(r"error: sample \d+: its tokens hash to", refused.stderr)
 

@@ -1,9 +1,6 @@
 """The megatron engine against transformers on the same weights, under every split; and as the launcher runs it."""
 
 import multiprocessing
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +12,7 @@ from megatron_kd.cache import TeacherCache
 from megatron_kd.config import TeacherConfig
 from megatron_kd.config_io import load_config
 from megatron_kd.teacher.run import cache_teacher
-from tests.distributed import run_ranks
+from tests.distributed import run_ranks, run_script
 from tests.teacher.models import write_run
 from tests.tiny import FAMILY, SIZES, megatron_twin, save_random_model
 
@@ -151,14 +148,7 @@ def test_the_launcher_makes_the_same_cache_with_either_engine(run_file):
     alone = cache_teacher(load_config(run_file, ["--cache.url", str(folder / "hf.zarr")]))
     url = str(folder / "megatron.zarr")
     settings = ["--teacher.engine", "megatron", "--teacher.tensor", "2", "--teacher.pipeline", "2", "--cache.url", url]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*command, str(ROOT / "launch" / "cache_teacher.py"), "--config", str(run_file), *settings],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_script(ROOT / "launch/cache_teacher.py", "--config", str(run_file), *settings, ranks=4)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == url
     found, wanted = TeacherCache.open(url), TeacherCache.open(alone)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from megatron_kd.cache import TeacherCache
 from megatron_kd.loss import KDObjective, TeacherTopK, reference
 from tests.data.texts import write_jsonl
+from tests.distributed import run_script
 from tests.teacher.models import save_llama
 
 ROOT = Path(__file__).parents[2]
@@ -30,21 +31,28 @@ loss: {{ce_weight: 0.1, chunk_tokens: 20}}
 optimizer: {{lr: 1.0e-2, warmup_steps: 2}}
 train: {{steps: 6, global_batch: 4, micro_batch: 1, precision: fp32}}
 """
+COMMAND = Path(sys.executable).with_name("megatron-kd")
 
 
-def run(*command, ranks=1, config, check=True, **overrides):
+def run(script, *arguments, ranks=1, config, check=True, **overrides):
     """One of the project's commands; `overrides` become --section.key arguments, with __ for the dot."""
-    start = [sys.executable] if ranks == 1 else ["torchrun", "--standalone", f"--nproc-per-node={ranks}"]
-    if command[0] == "megatron-kd":
-        start = []
-    arguments = [f"--{key.replace('__', '.')}={value}" for key, value in overrides.items()]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
-        [*start, *command, "--config", str(config), *arguments],
-        cwd=ROOT, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+    done = run_script(ROOT / script, *arguments, *settings_of(config, overrides), ranks=ranks, timeout=900)
     assert not check or done.returncode == 0, done.stderr
     return done
+
+
+def start(script, ranks, config, **overrides):
+    """The same under torchrun, without waiting, in a process group of its own."""
+    torchrun = [str(COMMAND.with_name("torchrun")), "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.Popen(
+        [*torchrun, script, *settings_of(config, overrides)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def settings_of(config, overrides):
+    return ["--config", str(config), *(f"--{key.replace('__', '.')}={value}" for key, value in overrides.items())]
 
 
 def losses(run_dir, stage="distill"):
@@ -113,7 +121,7 @@ def test_a_model_split_over_ranks_trains_as_one_that_is_whole(config, tmp_path):
             assert split_held_out[step][name] == pytest.approx(record[name], rel=1e-4, abs=1e-6), (step, name)
     students = []
     for name, sizes in (("whole", {}), ("split", layout)):
-        run("megatron-kd", "export", config=config, run_dir=tmp_path / name, **sizes)
+        run(COMMAND, "export", config=config, run_dir=tmp_path / name, **sizes)
         students.append(AutoModelForCausalLM.from_pretrained(tmp_path / name / "student_hf", dtype=torch.float32))
     wanted = held_out_loss(students[0], config.parent / "run/held_out.zarr")
     assert held_out[3]["loss"] == pytest.approx(wanted, rel=1e-4)  # two implementations of the model in fp32
@@ -150,17 +158,17 @@ def held_out_loss(student, url):
 def test_the_students_export_and_evaluation(config):
     folder = config.parent
     run("launch/distill.py", config=config)
-    assert run("megatron-kd", "export", config=config).stdout.strip() == f"{folder}/run/student_hf"
+    assert run(COMMAND, "export", config=config).stdout.strip() == f"{folder}/run/student_hf"
     model = AutoModelForCausalLM.from_pretrained(folder / "run/student_hf", dtype=torch.float32)
     assert model.config.num_hidden_layers == 2
-    table = run("megatron-kd", "evaluate", config=config).stdout
+    table = run(COMMAND, "evaluate", config=config).stdout
     evaluation = json.loads((folder / "run/evaluation.json").read_text())
     assert list(evaluation) == ["teacher", "student_before", "student_after"]
     assert all(name in table for name in evaluation)
     assert evaluation["teacher"]["kl"] == 0
     assert evaluation["teacher"]["top1_agreement"] == 1
     assert evaluation["student_after"]["kl"] < evaluation["student_before"]["kl"]
-    run("megatron-kd", "report", config=config)
+    run(COMMAND, "report", config=config)
     assert (folder / "run/loss.png").stat().st_size > 1000
 
 
@@ -180,10 +188,11 @@ def test_the_way_without_megatron_trains_the_same_student(config):
 
 def test_a_failing_rank_ends_the_job(config, tmp_path):
     """Both ranks meet the same error; it is said once, and torchrun's exit code is not 0."""
-    done = run("launch/distill.py", ranks=2, config=config, check=False, run_dir=tmp_path, loss__k=17,
-               cache__url=config.parent / "run/teacher.zarr")  # fmt: skip
-    assert done.returncode != 0
-    assert done.stderr.count("error: ") == 1
+    url = config.parent / "run/teacher.zarr"
+    job = start("launch/distill.py", ranks=2, config=config, run_dir=tmp_path, loss__k=17, cache__url=url)
+    _, errors = job.communicate(timeout=900)
+    assert job.returncode != 0
+    assert errors.count("error: ") == 1
 
 
 @pytest.mark.full
@@ -230,17 +239,6 @@ def test_a_signal_ends_all_ranks_and_leaves_checkpoints_to_resume_from(config, t
     assert max(after) == reached + 3
     for step, record in before.items():
         assert after[step]["loss"] == pytest.approx(record["loss"], rel=1e-4), step
-
-
-def start(*command, ranks, config, **overrides):
-    """As `run`, but without waiting, in a process group of its own."""
-    arguments = [f"--{key.replace('__', '.')}={value}" for key, value in overrides.items()]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return subprocess.Popen(
-        ["torchrun", "--standalone", f"--nproc-per-node={ranks}", *command, "--config", str(config), *arguments],
-        cwd=ROOT, env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
 
 
 def _command(process):
