@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
     from megatron_kd.loss import KDObjective
 
 _T = TypeVar("_T")
+
+_Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 # fused: the logits exist one chunk at a time. forward_chunked, dense: the baselines, on whole logits. online: a teacher
 # in memory and no cache, fused likewise; online_dense: the same on whole logits.
@@ -33,24 +35,24 @@ class TeacherConfig:
     model: str  # Hugging Face folder or name, a .gguf file, or package:NAME for weights inside an installed package
     config: str = ""  # its config.json, for planning where `model` is not at hand; empty: that of `model`
     engine: Literal["hf", "megatron"] = "hf"  # hf: transformers, a replica a rank; megatron: split over ranks
-    tensor: int = 1  # engine megatron: tensor-parallel ranks of a replica
-    pipeline: int = 1  # engine megatron: pipeline stages of a replica
-    expert: int = 1  # engine megatron: ranks that share out the experts, tensor-parallel ones among them
+    tensor: PositiveInt = 1  # engine megatron: tensor-parallel ranks of a replica
+    pipeline: PositiveInt = 1  # engine megatron: pipeline stages of a replica
+    expert: PositiveInt = 1  # engine megatron: ranks that share out the experts, tensor-parallel ones among them
     checkpoint: str = ""  # engine megatron: weights from this Megatron checkpoint; empty: those of `model`
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: bfloat16 where the device computes in it
-    micro_batch: int = 4  # samples in one forward; never crosses a block, so it is part of the cache's identity
-    chunk_tokens: int = 512  # positions whose logits exist at a time
+    micro_batch: PositiveInt = 4  # samples in one forward; never crosses a block, so it is part of the cache's identity
+    chunk_tokens: PositiveInt = 512  # positions whose logits exist at a time
 
 
 @_section
 class DataConfig:
     source: str  # text file, .jsonl, .parquet, folder, data set, Megatron .bin; python-docs; samples-dir: prepared ones
     field: str = "text"  # the field that holds the text, or a conversation: a list of {role, content}
-    sequence_length: int = 512  # positions in a packed sample
-    document_multiple: int = 1  # documents are filled up to a multiple of it; 2 · parallel.context where that is > 1
-    held_out: float = 0.1  # fraction of the documents, from the end, never trained on
+    sequence_length: PositiveInt = 512  # positions in a packed sample
+    document_multiple: PositiveInt = 1  # documents are filled up to a multiple of it: 2 · parallel.context, if > 1
+    held_out: _Fraction = 0.1  # fraction of the documents, from the end, never trained on
     samples_dir: str = ""  # where the packed samples lie; empty: <run_dir>/samples
-    max_samples: int | None = None  # train on at most so many samples, spread evenly over the text; null: all
+    max_samples: PositiveInt | None = None  # train on at most so many samples, spread evenly over the text; null: all
 
 
 @_section
@@ -58,10 +60,10 @@ class CacheConfig:
     url: str = ""  # a path or any fsspec URL; empty: <run_dir>/teacher.zarr
     split: Literal["train", "held_out"] = "train"  # which samples the teacher reads
     entries: Literal["topk", "sampled"] = "topk"  # the most probable ones, or draws from the teacher (merged)
-    k: int = 100  # teacher entries a position, for topk
-    draws: int = 12  # draws a position, for sampled; the loss needs kind renormalized
-    block: int = 64  # samples written, committed and resumed as one
-    temperatures: tuple[float, ...] = (1.0,)  # softmax temperatures the cache can serve; 1 comes first
+    k: PositiveInt = 100  # teacher entries a position, for topk
+    draws: PositiveInt = 12  # draws a position, for sampled; the loss needs kind renormalized
+    block: PositiveInt = 64  # samples written, committed and resumed as one
+    temperatures: tuple[PositiveFloat, ...] = (1.0,)  # softmax temperatures the cache can serve; 1 comes first
     encoding: str = "lossless"  # lossless, or a preset that trades fidelity for bytes (docs/cache-format.md)
     ignore_disk_space: bool = False  # start though the disk looks too small for the finished cache
 
@@ -79,12 +81,12 @@ class StudentConfig:
 class LossConfig:
     implementation: Implementation = "fused"  # what forms the loss; the online ones want a resident teacher, no cache
     kind: Literal["ghost", "truncated", "renormalized"] = "ghost"  # what happens to the teacher's mass off the entries
-    k: int | None = None  # use only the k most probable entries of the cache; null: all it holds
-    temperature: float = 1.0  # softens teacher and student; the cache must store it
+    k: PositiveInt | None = None  # use only the k most probable entries of the cache; null: all it holds
+    temperature: PositiveFloat = 1.0  # softens teacher and student; the cache must store it
     scale_by_temperature_squared: bool = True  # keeps the gradient's size independent of the temperature
     kd_weight: float = 1.0  # weight of the distillation term
     ce_weight: float = 0.0  # weight of cross-entropy on the text itself
-    chunk_tokens: int | None = None  # positions whose logits exist at a time; null: chosen from a workspace budget
+    chunk_tokens: PositiveInt | None = None  # positions whose logits exist at a time; null: by a workspace budget
     backward: Literal["recompute", "in_forward"] = "recompute"  # in_forward: three head GEMMs instead of four
 
     @property
@@ -103,25 +105,25 @@ class LossConfig:
 
 @_section
 class ParallelConfig:
-    tensor: int = 1  # tensor-parallel ranks
-    pipeline: int = 1  # pipeline stages
-    context: int = 1  # context-parallel ranks
-    expert: int = 1  # ranks that share out the experts; taken from the tensor- and data-parallel ones
-    virtual_pipeline: int | None = None  # model chunks a pipeline stage; null: no interleaving
+    tensor: PositiveInt = 1  # tensor-parallel ranks
+    pipeline: PositiveInt = 1  # pipeline stages
+    context: PositiveInt = 1  # context-parallel ranks
+    expert: PositiveInt = 1  # ranks that share out the experts; taken from the tensor- and data-parallel ones
+    virtual_pipeline: PositiveInt | None = None  # model chunks a pipeline stage; null: no interleaving
     sequence_parallel: bool = False  # shard activations between the tensor-parallel ranks over the sequence
 
 
 @_section
 class OptimizerConfig:
-    lr: float = 2.0e-5  # peak learning rate
-    min_lr: float = 0.0  # learning rate at the last step
-    warmup_steps: int = 0  # linear warm-up
+    lr: NonNegativeFloat = 2.0e-5  # peak learning rate
+    min_lr: NonNegativeFloat = 0.0  # learning rate at the last step
+    warmup_steps: NonNegativeInt = 0  # linear warm-up
     decay: Literal["cosine", "linear", "constant"] = "cosine"  # from lr to min_lr over the run
-    weight_decay: float = 0.1  # decoupled, as AdamW's; none on biases and norms
-    beta1: float = 0.9  # Adam's memory of the gradient
-    beta2: float = 0.999  # Adam's memory of its square
-    eps: float = 1.0e-8  # Adam's floor of the denominator
-    clip_grad: float = 1.0  # largest gradient norm; 0: no clipping
+    weight_decay: NonNegativeFloat = 0.1  # decoupled, as AdamW's; none on biases and norms
+    beta1: _Fraction = 0.9  # Adam's memory of the gradient
+    beta2: _Fraction = 0.999  # Adam's memory of its square
+    eps: PositiveFloat = 1.0e-8  # Adam's floor of the denominator
+    clip_grad: NonNegativeFloat = 1.0  # largest gradient norm; 0: no clipping
     distributed: Literal["auto", "yes", "no"] = "auto"  # auto: where Transformer Engine or apex is installed
     overlap_grad_reduce: bool = False  # sum gradients over replicas while the backward still runs
     overlap_param_gather: bool = False  # gather updated parameters while the forward runs; distributed optimizer only
@@ -129,45 +131,46 @@ class OptimizerConfig:
 
 @_section
 class TrainConfig:
-    steps: int = 100  # optimizer steps of the whole run
-    global_batch: int = 32  # samples a step, over all ranks
-    micro_batch: int = 1  # samples in one forward of one rank
+    steps: PositiveInt = 100  # optimizer steps of the whole run
+    global_batch: PositiveInt = 32  # samples a step, over all ranks
+    micro_batch: PositiveInt = 1  # samples in one forward of one rank
     precision: Literal["bf16", "fp32"] = "bf16"  # parameters and activations; gradients are summed in fp32 in both
     mean_over: Literal["tokens", "micro_batches"] = "tokens"  # micro_batches: mean of their means, whatever their masks
-    log_interval: int = 1  # steps between two records of metrics
-    evaluate_interval: int = 0  # steps between two evaluations on evaluate_cache; 0: none
+    log_interval: PositiveInt = 1  # steps between two records of metrics
+    evaluate_interval: NonNegativeInt = 0  # steps between two evaluations on evaluate_cache; 0: none
     evaluate_cache: str = ""  # a cache of held-out samples (made with cache.split held_out and a url of its own)
-    checkpoint_interval: int = 0  # steps between two checkpoints; 0: only at the end
+    checkpoint_interval: NonNegativeInt = 0  # steps between two checkpoints; 0: only at the end
     checkpoint_async: bool = False  # write checkpoints in the background while training goes on
+    checkpoints_kept: NonNegativeInt = 0  # newest checkpoints that stay, a later one deletes older ones; 0: all
     checkpoint_dir: str = ""  # where checkpoints lie; empty: <run_dir>/checkpoints
-    stop_after: int | None = None  # leave after this step with a checkpoint, as a scheduler's time limit would
+    stop_after: PositiveInt | None = None  # leave after this step with a checkpoint, as a scheduler's time limit would
 
 
 @_section
 class EvaluateConfig:
-    samples: int | None = None  # held-out samples to evaluate on; null: all
-    micro_batch: int = 4  # samples in one forward
+    samples: PositiveInt | None = None  # held-out samples to evaluate on; null: all
+    micro_batch: PositiveInt = 4  # samples in one forward
 
 
 @_section
 class PreflightConfig:
-    gpu_memory_gib: float | None = None  # what every GPU must have free; null: the peak that `megatron-kd plan` expects
-    disk_gib: float | None = None  # what must be free for checkpoints; null: those to come, by the student's parameters
-    cache_blocks: int | None = 4  # blocks of the cache that each node decodes; null: all, divided among the nodes
-    clock_skew: float = 5.0  # seconds that the nodes' clocks may be apart
-    bandwidth: float = 0.0  # GB/s that an all-reduce between the nodes must reach; 0: only shown
+    gpu_memory_gib: NonNegativeFloat | None = None  # free on every GPU; null: the peak of `megatron-kd plan`
+    disk_gib: NonNegativeFloat | None = None  # free for checkpoints; null: what those to come take
+    cache_blocks: PositiveInt | None = 4  # blocks of the cache each node decodes; null: all, divided among them
+    clock_skew: NonNegativeFloat = 5.0  # seconds that the nodes' clocks may be apart
+    bandwidth: NonNegativeFloat = 0.0  # GB/s that an all-reduce between the nodes must reach; 0: only shown
 
 
 @_section
 class HardwareConfig:
     device: str = "H200"  # what the figures below belong to; configs/hardware has them for others, with sources
-    nodes: int = 1  # machines
-    gpus_per_node: int = 8  # GPUs of one
-    memory_gib: float = 139.8  # of a GPU, as its driver reports it
-    tflops: float = 989.0  # dense bf16 peak of a GPU
-    memory_gb_s: float = 4800.0  # bandwidth of a GPU's memory
-    link_gb_s: float = 450.0  # between GPUs of a node, each way
-    network_gb_s: float = 50.0  # between nodes, of one GPU, each way
+    nodes: PositiveInt = 1  # machines
+    gpus_per_node: PositiveInt = 8  # GPUs of one
+    memory_gib: PositiveFloat = 139.8  # of a GPU, as its driver reports it
+    tflops: PositiveFloat = 989.0  # dense bf16 peak of a GPU
+    memory_gb_s: PositiveFloat = 4800.0  # bandwidth of a GPU's memory
+    link_gb_s: PositiveFloat = 450.0  # between GPUs of a node, each way
+    network_gb_s: PositiveFloat = 50.0  # between nodes, of one GPU, each way
 
 
 @_section

@@ -33,6 +33,11 @@ def test_values_come_from_the_file_the_defaults_and_the_command_line_in_that_ord
         (["--train.steps"], "--train.steps: a value is missing"),
         (["--seed.deep", "1"], "--seed.deep: seed is not a section"),
         (["steps", "3"], "found 'steps' where --section.key was expected"),
+        (["--train.micro_batch", "0"], "train.micro_batch: found 0: Input should be greater than 0"),
+        (["--train.stop_after=-1"], "train.stop_after: found -1: Input should be greater than 0"),
+        (["--train.checkpoints_kept=-1"], "train.checkpoints_kept: found -1: Input should be greater than or equal"),
+        (["--optimizer.beta2", "1"], "optimizer.beta2: found 1: Input should be less than 1"),
+        (["--cache.temperatures", "[1, 0]"], "cache.temperatures.1: found 0: Input should be greater than 0"),
         (["--loss.kind", "goose"], "'ghost', 'truncated' or 'renormalized'"),
     ],
 )

@@ -159,4 +159,6 @@ def checkpoint_need(config: RunConfig) -> CheckpointNeed:
     there = len([path for path in config.checkpoint_dir.glob("step_*") if not path.suffix])
     size = CHECKPOINT_BYTES[train.precision] * parameters
     to_come = max(planned - there, 1)
+    if train.checkpoints_kept:  # and one that is being written
+        to_come = min(to_come, max(train.checkpoints_kept + 1 - there, 1))
     return CheckpointNeed(to_come * size, f"{to_come} checkpoint(s) of {byte_count(size)}")

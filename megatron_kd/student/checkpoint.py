@@ -22,18 +22,27 @@ from torch.nn import Module
 _DISTRIBUTED = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
+def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """[(steps done, its folder)] of every complete checkpoint, the newest last."""
+    return sorted((int(path.name.removeprefix("step_")), path) for path in folder.glob("step_*") if not path.suffix)
+
+
 def latest_checkpoint(folder: Path) -> tuple[int, Path] | None:
     """The newest complete checkpoint: (steps done, its folder)."""
-    found = [(int(path.name.removeprefix("step_")), path) for path in folder.glob("step_*") if not path.suffix]
-    return max(found, default=None)
+    return max(complete_checkpoints(folder), default=None)
 
 
 class CheckpointWriter:
     """Writes checkpoints under one folder; all methods are collective."""
 
-    def __init__(self, folder: Path, *, background: bool = False) -> None:
-        """Args: background: `save` returns when the state is copied; a forked process writes it."""
-        self._folder, self._background = folder, background
+    def __init__(self, folder: Path, *, background: bool = False, kept: int = 0) -> None:
+        """A writer of the checkpoints under `folder`.
+
+        Args:
+            background: `save` returns when the state is copied; a forked process writes it.
+            kept: newest checkpoints that stay once a later one is complete; 0: all.
+        """
+        self._folder, self._background, self._kept = folder, background, kept
         self._queue = AsyncCallsQueue()
 
     def save(self, step: int, chunks: list[Module], optimizer: Any, scheduler: Any) -> Path:
@@ -53,6 +62,7 @@ class CheckpointWriter:
             if on_first_rank:
                 shutil.rmtree(final, ignore_errors=True)
                 partial.rename(final)
+                self._remove_old()
             torch.distributed.barrier()
 
         request.add_finalize_fn(publish)
@@ -61,6 +71,11 @@ class CheckpointWriter:
         else:
             request.execute_sync()
         return final
+
+    def _remove_old(self) -> None:
+        for _, path in complete_checkpoints(self._folder)[: -self._kept] if self._kept else ():
+            # Renamed first: what is deleted in part must not look complete.
+            shutil.rmtree(path.rename(path.with_suffix(".removed")))
 
     def poll(self) -> None:
         """Publishes what has been written in the meantime."""

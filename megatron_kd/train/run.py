@@ -95,7 +95,9 @@ def _train(
     last = min(train.steps, train.stop_after or train.steps)
     stop = _StopRequest()
     batches = checked(loader, manifest, config.loss, config.cache_url)
-    checkpoints = CheckpointWriter(config.checkpoint_dir, background=train.checkpoint_async)
+    checkpoints = CheckpointWriter(
+        config.checkpoint_dir, background=train.checkpoint_async, kept=train.checkpoints_kept
+    )
     writer = SummaryWriter(str(Path(config.run_dir) / "tensorboard")) if console.active else None
     with console.progress("distill", train.steps, "step") as progress:
         for step in range(done + 1, last + 1):

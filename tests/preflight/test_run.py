@@ -98,6 +98,8 @@ def test_disk_is_asked_for_the_checkpoints_still_to_come(run):
     (run.parent / "disk/checkpoints/step_00000008.partial").mkdir()
     need = checkpoint_need(load_config(run, [*settings, "--train.precision", "fp32"]))
     assert need.bytes == 2 * parameters * CHECKPOINT_BYTES["fp32"]
+    kept = checkpoint_need(load_config(run, [*settings, "--train.checkpoints_kept", "1"]))
+    assert kept.bytes == parameters * CHECKPOINT_BYTES["bf16"]  # the older one goes when the next is complete
     missing = checkpoint_need(load_config(run, ["--student.init", str(run.parent)]))
     assert "config.json" in missing.error
 

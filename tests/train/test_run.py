@@ -81,8 +81,9 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one_whatever_the_ranks(
     for ranks, last in ((1, 3), (2, 6)):
         run("launch/distill.py", ranks=ranks, config=config, train__stop_after=last, run_dir=folder / "stopped",
             cache__url=folder / "run/teacher.zarr", train__checkpoint_async=True,
-            train__checkpoint_interval=2)  # fmt: skip
-    assert len(list((folder / "stopped/checkpoints").glob("*"))) == 4  # after steps 2, 3, 4 and 6; none is half-written
+            train__checkpoint_interval=2, train__checkpoints_kept=2)  # fmt: skip
+    left = sorted(path.name for path in (folder / "stopped/checkpoints").iterdir())
+    assert left == ["step_00000004", "step_00000006"]  # those of steps 2 and 3 are gone, and none is half-written
     whole, parts = losses(folder / "run"), losses(folder / "stopped")
     assert sorted(whole) == sorted(parts) == list(range(1, 7))
     for step, record in whole.items():
