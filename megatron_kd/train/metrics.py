@@ -1,7 +1,7 @@
-"""What a step reports: sums over all ranks, and their means over tokens.
+"""What a step reports: sums over all ranks, their means over tokens, and the most memory of any rank.
 
-Collectives: one sum of eight numbers over all ranks, which carries the metrics to rank 0 and a stop request to
-everybody; where a number is no longer finite, one exchange of what every rank knows about it.
+Collectives: one sum over all ranks, of eight numbers and one more for each rank, which carries the metrics to rank 0
+and a stop request to everybody; where a number is no longer finite, one exchange of what every rank knows about it.
 """
 
 from __future__ import annotations
@@ -22,24 +22,27 @@ class TrainingError(RuntimeError):
     """Training cannot go on; the message names step, rank and samples."""
 
 
-def sum_over_ranks(handle: KDHandle, logged: Tensor, *, stop: bool = False) -> dict[str, float]:
-    """Sums over all data-parallel ranks and pipeline stages, on every rank.
+def sum_over_ranks(handle: KDHandle, logged: Tensor, *, stop: bool = False, memory: int = 0) -> dict[str, float]:
+    """Sums over all data-parallel ranks and pipeline stages, and the largest `memory`, on every rank.
 
     Args:
         handle: the plugin's, whose metrics are taken.
         logged: [2] this rank's sum of the loss and number of tokens.
         stop: this rank was asked to stop.
+        memory: this rank's peak, bytes.
     """
     metrics = handle.pop_metrics()
-    values = torch.zeros(len(_SUMS), dtype=torch.float64, device=logged.device)
+    values = torch.zeros(len(_SUMS) + torch.distributed.get_world_size(), dtype=torch.float64, device=logged.device)
     if parallel_state.get_tensor_model_parallel_rank() == 0:  # tensor-parallel ranks hold the same sums
         values[:2] = logged
         for index, name in enumerate(_SUMS):
             if name in metrics:
                 values[index] = metrics[name].double()
-    values[-1] = float(stop)
+    values[_SUMS.index("stop")] = float(stop)
+    values[len(_SUMS) + torch.distributed.get_rank()] = memory  # each rank's in a place of its own, for their maximum
     torch.distributed.all_reduce(values)
-    return dict(zip(_SUMS, values.tolist()))
+    found = values.tolist()
+    return dict(zip(_SUMS, found)) | {"memory": max(found[len(_SUMS) :])}
 
 
 def means(sums: Mapping[str, float]) -> dict[str, float]:

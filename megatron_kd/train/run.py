@@ -154,7 +154,8 @@ def _one_step(
     )
     _, gradient_norm, _ = student.optimizer.step()
     student.scheduler.step(increment=1)
-    sums = sum_over_ranks(student.handle, logged, stop=stop.requested)
+    memory = platform.peak_memory_bytes()
+    sums = sum_over_ranks(student.handle, logged, stop=stop.requested, memory=memory)
     seconds = time.perf_counter() - started
     tokens = config.train.global_batch * config.data.sequence_length
     values = means(sums) | {
@@ -164,7 +165,7 @@ def _one_step(
         "tflops_per_gpu": student.flops_per_token * tokens / seconds / torch.distributed.get_world_size() / 1e12,
         "step_seconds": seconds,
         "data_wait": loader.waited / seconds,
-        "memory_gib": platform.peak_memory_bytes() / 2**30,
+        "memory_gib": sums["memory"] / 2**30,
     }
     check_finite(step, values, logged, loader.recent_samples)
     return values, sums["stop"] > 0
