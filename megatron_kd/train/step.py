@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.nn import Module
 
@@ -30,7 +31,9 @@ def forward_step(handle: KDHandle, batches: Iterator[Batch], model: Module) -> t
     batch = next(batches)
     if batch.teacher is not None:  # otherwise the output layer is on another pipeline stage
         handle.set_targets(model, batch.teacher, labels=batch.labels, loss_mask=batch.loss_mask)
-    extra = {} if batch.attention.packed is None else {"packed_seq_params": batch.attention.packed}
+    extra: dict[str, Any] = {} if batch.attention.packed is None else {"packed_seq_params": batch.attention.packed}
+    if get_model_config(model).mtp_num_layers:  # the heads' own loss is formed inside the model
+        extra["loss_mask"] = batch.loss_mask
     output = model(batch.tokens, batch.position_ids, batch.attention.mask, labels=batch.labels, **extra)
     return output, partial(token_sum, batch.loss_mask)
 

@@ -25,6 +25,25 @@ def _inputs(seed):
     return tokens, TeacherTopK(ids, logprobs), mask
 
 
+def _batch(seed):
+    from megatron_kd.data.attention import document_attention
+    from megatron_kd.data.dataset import Batch
+
+    tokens, teacher, mask = _inputs(seed)
+    segment = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    return Batch(
+        samples=tuple(range(BATCH)),
+        tokens=tokens[:, :-1],
+        labels=tokens[:, 1:],
+        position_ids=torch.arange(LENGTH).expand(BATCH, -1),
+        segment=segment,
+        loss_mask=mask,
+        teacher=teacher,
+        label_logprob=None,
+        attention=document_attention(segment, packed=False),
+    )
+
+
 def _build(folder, attached):
     """A GPTModel with the folder's weights; where there is no folder, a hybrid model with random ones."""
     from megatron_kd.plugin import attach
@@ -254,6 +273,7 @@ def _multi_token_prediction(rank, world):
     from megatron_kd.plugin import attach
     from megatron_kd.student.architecture import transformer_config
     from megatron_kd.student.model import initialize_parallel
+    from megatron_kd.train.step import forward_step
 
     platform.init_distributed()
     initialize_parallel(ParallelConfig(), seed=1)
@@ -274,11 +294,13 @@ def _multi_token_prediction(rank, world):
         torch.manual_seed(0)
         for name, parameter in model.named_parameters():
             parameter.data.normal_(1 if "norm" in name else 0, 0.3)
-        tokens, teacher, _ = _inputs(1)
+        batch = _batch(1)
         if attached:
             handle = attach([model], LossConfig(kd_weight=0, ce_weight=1), vocab_size=SIZES["vocab_size"])
-            handle.set_targets(model, teacher, labels=tokens[:, 1:])
-        loss = _forward(model, tokens)
+            loss, _ = forward_step(handle, iter([batch]), model)
+        else:
+            inputs = batch.tokens, batch.position_ids, batch.attention.mask
+            loss = model(*inputs, labels=batch.labels, loss_mask=batch.loss_mask) * batch.loss_mask
         loss.sum().backward()
         results.append((loss.detach(), _gradients(model)))
     (loss, gradients), (wanted_loss, wanted_gradients) = results
@@ -287,7 +309,7 @@ def _multi_token_prediction(rank, world):
 
 @pytest.mark.skipif(not HAS_PROCESSOR, reason="GPTModel takes an output processor from megatron-core 0.18 on")
 def test_multi_token_prediction_heads_keep_their_own_loss():
-    """Distilling with the weights 0·KD + 1·CE is training on labels: fp32 sums in another order, 1e-5."""
+    """Distilling with the weights 0·KD + 1·CE is training on labels, masked ones left out: fp32, 1e-5."""
     ((loss, gradient),) = run_ranks(_multi_token_prediction, 1)
     assert loss <= 1e-5
     assert gradient <= 1e-5
