@@ -12,6 +12,7 @@ with ranks is tested under torchrun.
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import pickle
@@ -28,13 +29,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_IMPORTED = (
-    "torch.distributed",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.llama.modeling_llama",
-    "megatron_kd.teacher.run",
-    "megatron_kd.train.run",
-)
+_IMPORTED = ["torch.distributed"]
+# Transformer Engine looks for a GPU as it is imported, which no process may do before it forks.
+if importlib.util.find_spec("transformer_engine") is None:
+    _IMPORTED += [
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.llama.modeling_llama",
+        "megatron_kd.teacher.run",
+        "megatron_kd.train.run",
+    ]
 _STREAMS = ("stdout", "stderr")
 
 
@@ -80,7 +83,7 @@ def run_script(
 
 def _context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_IMPORTED))
+    context.set_forkserver_preload(_IMPORTED)
     return context
 
 
