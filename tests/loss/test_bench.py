@@ -59,6 +59,7 @@ def simulate(case):
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 def test_benchmark_writes_table_csv_and_document(tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "bench_head.py"), "--out", str(tmp_path), "--repeats", "1"]
     shape = ["--positions", "32", "--hidden", "16", "--vocab", "256", "--topk", "8", "--chunk", "16"]

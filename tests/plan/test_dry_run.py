@@ -39,6 +39,7 @@ print(*(line for line in Path("/proc/self/status").read_text().splitlines() if "
 """
 
 
+@pytest.mark.full
 def test_both_gpt_oss_layouts_at_world_size_32(monkeypatch):
     """In a process of their own, whose memory is watched."""
     monkeypatch.chdir(ROOT)

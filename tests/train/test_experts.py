@@ -61,6 +61,7 @@ def losses(run_dir):
     return {record["step"]: record for record in records if record["stage"] == "distill"}
 
 
+@pytest.mark.full
 def test_experts_over_two_ranks_make_the_same_cache_and_the_same_student(config):
     """Against transformers' teacher and a student on one process: sums in another order, fp32.
 

@@ -95,6 +95,7 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one_whatever_the_ranks(
     assert "nothing to train" in again.stderr
 
 
+@pytest.mark.full
 def test_a_model_split_over_ranks_trains_as_one_that_is_whole(config, tmp_path):
     """Two tensor-parallel ranks in each of two pipeline stages: the loss and the gradients are sums in another order.
 
@@ -187,6 +188,7 @@ def test_the_way_without_megatron_trains_the_same_student(config):
     assert student.config.num_hidden_layers == 2
 
 
+@pytest.mark.full
 def test_a_failing_rank_ends_the_job(config, tmp_path):
     """Both ranks meet the same error; it is said once, and torchrun's exit code is not 0."""
     url = config.parent / "run/teacher.zarr"
